@@ -43,10 +43,7 @@ PLAN = {
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
     config, more = MODELS[name]
-    module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**OF_ALL, **more})).eval()
-    if name == "GptOss":
-        module.set_experts_implementation("batched_mm")
-    return module
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**OF_ALL, **more})).eval()
 
 
 def plan_of(module: Any) -> dict[str, str]:

@@ -150,25 +150,6 @@ def test_compile(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-@pytest.mark.extra("transformers")
-def test_experts_of_transformers() -> None:
-    """What they do by default is refused, with what to call instead, which compiles."""
-    import transformers
-
-    config = transformers.MixtralConfig(
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    )
-    module, inputs = transformers.MixtralForCausalLM(config).eval(), {"input_ids": torch.arange(8)[None], "use_cache": False}
-    message = r"transformers.grouped_mm_fallback.*; call model.set_experts_implementation\(\"batched_mm\"\) before$"
-    with pytest.raises(ProgramError, match=message):
-        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, inputs)
-    module.set_experts_implementation("batched_mm")
-    with torch.no_grad():
-        got, want = (one(**inputs).logits for one in (hostweave.torch.compile(module, hw.Mesh(tp=1), {}, inputs), module))
-    torch.testing.assert_close(got, want)
-
-
 @pytest.fixture(scope="module")
 def layer() -> Any:
     return compiled({"up": ColwiseParallel()}, inputs=(X, 2.0))

@@ -261,7 +261,6 @@ _INSTEAD = {
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
     **dict.fromkeys(("rand", "randn", "bernoulli", "randn_like", "rand_like", "randint_like", "multinomial"), _RANDOM),
     **dict.fromkeys(("view_as_complex", "complex", "polar", "_fft_r2c", "_fft_c2c", "_fft_c2r"), _COMPLEX),
-    **dict.fromkeys(("grouped_mm", "grouped_mm_fallback"), 'call model.set_experts_implementation("batched_mm") before'),
     "as_strided": "it reads memory beside its tensor: use slices, or unfold",
 }
 

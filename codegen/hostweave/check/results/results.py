@@ -298,7 +298,7 @@ def work(fusion: Fusion, sizes: Sizes) -> float:
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
             left = types[op.tensors[0]].type.shape
-            terms = left[:1] if op.kind == OUTER else left[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+            terms = left[-2:-1] if op.kind == OUTER else left[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
             made *= 1 + prod(size.bind(sizes) for size in terms) / 100
         total += made
     return total

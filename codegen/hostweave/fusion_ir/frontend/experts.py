@@ -1,9 +1,11 @@
 """Functions for mixtures of experts: products of groups of rows, counts, and results of a stated size."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import public_names
+from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend import indices
 from hostweave.fusion_ir.frontend.composites import _called
@@ -11,8 +13,8 @@ from hostweave.fusion_ir.frontend.functions import SizeLike, _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops.definition import INTS
-from hostweave.types.size import product
-from hostweave.types.tensor import Dim, TensorType, i32, i64
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import Dim, TensorType, f32, i32, i64
 
 
 @_called("grouped")
@@ -26,7 +28,8 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     The second form is the gradient of b in the first one. A group begins where the one before ends. Offsets are data: they do not decrease,
     and are not read by the host. On the CPU target groups that overlap are an ExecutionError. Rows after the last group are zeros in the
-    first form. Products of f16 and bf16 are summed in f32.
+    first form. Products of f16 and bf16 are summed in f32. All operands may have one more dim in front, of a batch, as `moe_dispatch`
+    gives.
 
     E, K, N and T may be sharded. A rank multiplies its part of the rows by its matrices. A sharded dim that the result lacks gives a
     partial sum.
@@ -35,16 +38,17 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     Example: `x: bf16[T, K]`, `w: bf16[64, K, N@tp]` and `offsets: i32[64]` give `bf16[T, N@tp]`.
     """
-    if offsets.ndim != 1 or offsets.dtype != i32:
-        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, and not i32 of one dim; use hw.astype")
-    if b.ndim == 2 and a.ndim == 2:
-        return record("grouped_outer", a.T, b, starts_of(offsets), offsets)
-    return record("grouped_matmul", a, b, starts_of(offsets), offsets)
+    if offsets.ndim not in (1, 2) or offsets.dtype != i32:
+        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, and not i32 [E]; use hw.astype")
+    starts = _before(offsets)
+    if b.ndim == a.ndim == offsets.ndim + 1:
+        return record("grouped_outer", hw.transpose(a, -2, -1), b, starts, offsets)
+    return record("grouped_matmul", a, b, starts, offsets)
 
 
-def starts_of(ends: Tensor) -> Tensor:
-    """First row of each group: 0, and the ends of the others."""
-    return hw.pad(ends[:-1], (1, 0))
+def _before(ends: Tensor) -> Tensor:
+    """Ends without the last one, and 0 in front."""
+    return ends * 0 if ends.type.shape[-1] == Size() else hw.pad(ends[..., :-1], (1, 0))
 
 
 @_called("counts")
@@ -123,6 +127,182 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # repetitions that have ended
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
+
+
+# --- tokens that go to the ranks of their experts -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Places of tokens on the ranks of their experts, from `moe_routing`.
+
+    - `ends`, i32 [R, E/R]: end of the rows of each expert on each of R ranks, the offsets for `grouped_matmul`.
+    - `rows`: number of rows that a rank may receive. Rows after the last end are unused.
+    """
+
+    ends: Tensor
+    rows: Size
+    axes: tuple[str, ...]
+    ranks: int
+    choices: int
+    capacity: Size  # rows that a rank may send to each rank
+    _order: Tensor  # [R, L]: choices of a rank's tokens, in the order of their experts
+    _sent: Tensor  # [R, R * C]: place in that order of what is sent to each rank
+    _received: Tensor | None  # [R, R * C]: received rows, in the order of experts; None on one rank
+    _returned: Tensor | None  # inverse of it
+    _slots: Tensor  # [R, L]: place of a choice among the rows that are sent
+    _is_sent: Tensor | None  # [R, L]: False if its expert's rank has no room; None if all have
+
+
+@checked
+def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (), capacity: SizeLike | None = None) -> Routing:
+    """Decides where tokens go: each to the ranks that have its experts. `experts` [T, k] are ints, the experts of each token.
+
+    Mesh axes `axes` have R ranks. Tokens and experts are sharded over them: rank r has experts r * E/R to before (r + 1) * E/R.
+
+    A rank sends at most `capacity` rows to each rank. The default is all choices of its tokens, so that none is dropped. With a smaller
+    one, choices without room are dropped: those of the last tokens of the last experts. Counts are known only at the call, and stay on the
+    device.
+
+    Raises ProgramError if R does not divide the experts, or an axis is missing.
+
+    Example: `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w,
+    routing.ends)`, `y = hw.moe_combine(h, routing, weights)`, of `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` that is
+    reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    mesh = experts.type.mesh_in(experts._trace.mesh)
+    known = dict(mesh.axes)
+    if unknown := [name for name in names if name not in known]:
+        raise ProgramError.here(f"moe_routing: {unknown[0]} is no axis of {mesh}; the axes are {', '.join(known)}")
+    ranks = mesh.size_of(names)
+    if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
+        raise ProgramError.here(f"moe_routing: experts are {experts.type}, and not ints [T, k] with k an int; use hw.reshape")
+    if num_experts % ranks:
+        raise ProgramError.here(f"moe_routing: {ranks} ranks do not divide {num_experts} experts; use a mesh that does")
+    choices, own = int(experts.type.shape[1]), num_experts // ranks
+    length = experts.type.shape[0] // ranks * choices  # choices of a rank's tokens
+    room = length if capacity is None else _size_of(capacity, "moe_routing")
+    split = "@" + ",".join(names) if names else ""
+
+    def of_ranks(x: Tensor, *dims: Size | int) -> Tensor:
+        return hw.reshard(hw.reshape(x, ranks, *map(str, dims)), f"{ranks}{split}", *map(str, dims))
+
+    ids = of_ranks(hw.astype(experts, i64), length)
+    order = indices.argsort(ids, 1)
+    places = indices.argsort(order, 1)  # the inverse
+    every = record("iota", target=TensorType(i64, (Dim(Size(num_experts)),)), beside=ids)
+    counts = hw.sum(hw.astype(hw.expand_dims(ids, 2) == every, i64), 1)  # [R, E]: of each source
+    to_ranks = hw.sum(hw.reshape(counts, ranks, ranks, own), 2)
+    begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: place in the order of the first row for each rank
+    slot = record("iota", target=TensorType(i64, (Dim(room),)), beside=ids)
+    many = _number(room, ids)
+    sent = record("start", hw.expand_dims(begins, 2) + slot, hw.iota(ids, 1, i64))  # what is not needed repeats the last one
+    sent = hw.reshape(sent, ranks, str(room * ranks))
+    target = ids // own
+    in_block = places - indices.take_along_axis(begins, target, 1)
+    is_sent = None if capacity is None else in_block < many
+    slots = target * many + (in_block if capacity is None else hw.minimum(in_block, many - 1))
+    # On the rank of the experts: where the rows of each of its experts end in the block of each source.
+    arrived = hw.reshard(hw.reshape(counts, ranks, ranks, own), ranks, f"{ranks}{split}", own)
+    upto = indices.cumsum(hw.permute_dims(arrived, (1, 0, 2)), 2)  # [rank, source, expert]
+    upto = upto if capacity is None else hw.minimum(upto, many)
+    ends = hw.astype(indices.cumsum(hw.sum(upto - _before(upto), 1), 1), i32)
+    received = returned = None
+    if ranks > 1:
+        expert = hw.sum(hw.astype(hw.expand_dims(slot, 1) >= hw.expand_dims(upto, 2), i64), 3)  # of each row; E/R: unused
+        received = indices.argsort(hw.reshape(expert, ranks, str(room * ranks)), 1)
+        returned = indices.argsort(received, 1)
+    return Routing(ends, room * ranks, names, ranks, choices, room, order, sent, received, returned, slots, is_sent)
+
+
+def _number(size: Size, beside: Tensor) -> Tensor | int:
+    """A size as a number of the fusion."""
+    return int(size) if size.is_int else record("iota", target=TensorType(i64, (Dim(size),)), beside=beside)[-1] + 1
+
+
+@_called("dispatched")
+def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Sends each row of x [T, H] to the ranks of its experts: [R, rows, H], sharded over the axes of the routing.
+
+    Each rank has the rows of its experts one after another, and for each expert in the order of the tokens. `routing.ends` says where they
+    end; rows after these are unused, and have any values. `weights` [T, k] multiply the rows, as in the gradient of `moe_combine`. It is
+    the transpose of `moe_combine`.
+
+    Each rank sends blocks of `capacity` rows to each other rank, by one all-to-all, whatever the routing is.
+
+    Raises ProgramError for other shapes.
+
+    Example: see `moe_routing`.
+    """
+    ranks, room = routing.ranks, routing.capacity
+    width = x.type.shape[1]
+    rows = _of_sources(x, routing)
+    tokens = indices.take_along_axis(routing._order, routing._sent, 1) // routing.choices
+    sent = indices.take_along_axis(rows, hw.expand_dims(tokens, 2), 1)
+    if weights is not None:
+        factor = indices.take_along_axis(_of_choices(weights, routing), indices.take_along_axis(routing._order, routing._sent, 1), 1)
+        sent = sent * hw.astype(hw.expand_dims(factor, 2), x.dtype)
+    if routing._received is None:
+        return sent
+    there = hw.reshard(hw.reshape(sent, ranks, ranks, str(room), str(width)), ranks, _split(routing), str(room), str(width))
+    blocks = hw.reshape(hw.permute_dims(there, (1, 0, 2, 3)), ranks, str(routing.rows), str(width))
+    return indices.take_along_axis(blocks, hw.expand_dims(routing._received, 2), 1)
+
+
+@_called("combined")
+def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Sends the rows of experts [R, rows, H] back, and adds those of each token: [T, H]. `weights` [T, k] multiply them.
+
+    The terms of a token are added in f32, in the order of its experts. Choices that were dropped add nothing.
+
+    Raises ProgramError for other shapes.
+
+    Example: see `moe_routing`.
+    """
+    returned = moe_return(rows, routing)
+    wide = hw.astype(returned, f32) if returned.dtype.itemsize < f32.itemsize else returned
+    if weights is not None:
+        wide = wide * hw.expand_dims(hw.astype(weights, wide.dtype), 2)
+    return hw.astype(hw.sum(wide, 1), rows.dtype) if wide.dtype != rows.dtype else hw.sum(wide, 1)
+
+
+@_called("returned")
+def moe_return(rows: Tensor, routing: Routing) -> Tensor:
+    """Sends the rows of experts [R, rows, H] back: [T, k, H], one for each choice of a token. Those of dropped choices are zeros.
+
+    The gradient of the weights of `moe_combine` is the product of these rows with that of its result, summed over H.
+
+    Raises ProgramError for other shapes.
+
+    Example: `hw.sum(hw.moe_return(y, routing) * dy[:, None], -1)`.
+    """
+    ranks, room, width = routing.ranks, routing.capacity, rows.type.shape[-1]
+    if routing._returned is not None:
+        blocks = indices.take_along_axis(rows, hw.expand_dims(routing._returned, 2), 1)
+        apart = hw.permute_dims(hw.reshape(blocks, ranks, ranks, str(room), str(width)), (1, 0, 2, 3))
+        back = hw.reshard(apart, _split(routing), ranks, str(room), str(width))
+        rows = hw.reshape(back, ranks, str(room * ranks), str(width))
+    own = indices.take_along_axis(rows, hw.expand_dims(routing._slots, 2), 1)
+    own = own if routing._is_sent is None else hw.where(hw.expand_dims(routing._is_sent, 2), own, 0.0)
+    return hw.reshape(own, str(own.type.shape[0] * own.type.shape[1] // routing.choices), routing.choices, str(width))
+
+
+def _split(routing: Routing) -> str:
+    """The dim of the ranks, sharded."""
+    return f"{routing.ranks}@{','.join(routing.axes)}" if routing.axes else str(routing.ranks)
+
+
+def _of_sources(x: Tensor, routing: Routing) -> Tensor:
+    """Tokens [T, H] as [R, T/R, H], sharded by ranks."""
+    dims = (str(x.type.shape[0] // routing.ranks), *map(str, x.type.shape[1:]))
+    return hw.reshard(hw.reshape(x, routing.ranks, *dims), _split(routing), *dims)
+
+
+def _of_choices(weights: Tensor, routing: Routing) -> Tensor:
+    """Weights [T, k] as [R, T/R * k], sharded by ranks."""
+    length = str(weights.type.shape[0] // routing.ranks * routing.choices)
+    return hw.reshard(hw.reshape(weights, routing.ranks, length), _split(routing), length)
 
 
 if not TYPE_CHECKING:

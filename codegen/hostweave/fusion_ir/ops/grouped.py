@@ -1,11 +1,14 @@
 """Grouped matmuls: matrix products of groups of rows, whose first and last rows are data.
 
+There may be a batch dim in front of all dims: each of the batch has its own rows, groups and matrices.
+
 Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; what is outside is cut off. If
 the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap
@@ -21,18 +24,19 @@ AnyType = TensorType | BufferType
 
 def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, is_outer: bool) -> str:
     """Reason why there is no grouped matmul of these operands, or ""."""
-    if len(x.shape) != 2 or len(other.shape) != (2 if is_outer else 3):
+    if len(x.shape) not in (2, 3) or len(other.shape) != len(x.shape) + (not is_outer) or len(starts.shape) != len(x.shape) - 1:
         wanted = "[T, K] and [T, N]" if is_outer else "[T, K] and [E, K, N]"
         return f"{x} and {other} are not {wanted}; reshape them"
     if x.dtype.kind != "float" or x.dtype.itemsize < 2:
         return f"not defined for {x.dtype}; use hw.astype to f16, bf16, f32 or f64"
-    if is_outer and x.shape[0] != other.shape[0]:
+    batch = x.shape[:-2]
+    if is_outer and x.shape[:-1] != other.shape[:-1]:
         return f"{x} and {other} differ in their rows; give each row of one a row of the other"
-    if not is_outer and x.shape[1] != other.shape[1]:
+    if not is_outer and (*batch, x.shape[-1]) != (*other.shape[:-3], other.shape[-2]):
         return f"inner dims differ: {x} x {other}; w is [E, K, N]"
     for bound in (starts, ends):
-        groups = starts.shape if is_outer else other.shape[:1]
-        if bound.dtype != i32 or len(bound.shape) != 1 or bound.shape != groups:
+        groups = (*batch, starts.shape[-1] if is_outer else other.shape[-3])
+        if bound.dtype != i32 or bound.shape != groups:
             return f"{bound} is no i32 for each group; use hw.astype, one int for each matrix of w"
     return ""
 
@@ -43,7 +47,7 @@ def _inferred(types: Types, op: Op) -> TensorType:
         raise Mismatch(why)
     require(x, FLOATS)
     dtype = same_dtype((x, other))
-    sizes = (starts.shape[0], x.shape[1], other.shape[1]) if op.kind == OUTER else (x.shape[0], other.shape[2])
+    sizes = (*starts.shape, x.shape[-1], other.shape[-1]) if op.kind == OUTER else (*x.shape[:-1], other.shape[-1])
     result = op.result.type.dtype if widens(dtype, op.result.type.dtype) else dtype
     return TensorType(result, tuple(map(Dim, sizes)))
 
@@ -52,11 +56,13 @@ UNWALKED = frozenset(("t", "e"))  # data decide which rows belong to a group
 
 
 def _of_matmul(types: Types, op: Op) -> IndexMap:
-    return IndexMap((("t", "k"), ("e", "k", "n"), ("e",), ("e",)), ("t", "n"), unwalked=UNWALKED)
+    b = ("b",) * (len(types[0].dims) - 2)
+    return IndexMap(((*b, "t", "k"), (*b, "e", "k", "n"), (*b, "e"), (*b, "e")), (*b, "t", "n"), unwalked=UNWALKED)
 
 
 def _of_outer(types: Types, op: Op) -> IndexMap:
-    return IndexMap((("t", "k"), ("t", "n"), ("e",), ("e",)), ("e", "k", "n"), unwalked=UNWALKED)
+    b = ("b",) * (len(types[0].dims) - 2)
+    return IndexMap(((*b, "t", "k"), (*b, "t", "n"), (*b, "e"), (*b, "e")), (*b, "e", "k", "n"), unwalked=UNWALKED)
 
 
 def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, int]]:
@@ -93,7 +99,18 @@ def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> A
     return np.concatenate([*parts, empty[:0]], 0)
 
 
+def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """NumPy reference of operands that may have a batch dim."""
+
+    def of_each(np: Any, x: Any, *others: Any) -> Any:
+        if x.ndim == 2:
+            return function(np, x, *others)
+        return np.stack([function(np, *(array[i] for array in (x, *others))) for i in range(x.shape[0])])
+
+    return of_each
+
+
 OPS = {
-    MATMUL: OpDef(4, _inferred, _of_matmul, multiplied, partial="sum", is_product=True, whole="cut into groups"),
-    OUTER: OpDef(4, _inferred, _of_outer, summed, partial="sum", is_product=True, whole="cut into groups"),
+    MATMUL: OpDef(4, _inferred, _of_matmul, _batched(multiplied), partial="sum", is_product=True, whole="cut into groups"),
+    OUTER: OpDef(4, _inferred, _of_outer, _batched(summed), partial="sum", is_product=True, whole="cut into groups"),
 }

@@ -13,7 +13,7 @@ becomes
 `loops.py` decides first which ops share a loop, and `placement.py` where results lie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -329,22 +329,32 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul. `from` is the global number of this rank's first row."""
+        """Emits a grouped matmul, or one for each of a batch. `from` is the global number of this rank's first row."""
         x, other, starts, ends = sources
-        rows = self.flow.types[op.tensors[0]].dims[0]
-        mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[0]
+        rows = self.flow.types[op.tensors[0]].dims[-2]
+        mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]
         even = rows.size // mesh.size_of(rows.axes)
         each = even if local == even else rows.size.ceil_div(mesh.size_of(rows.axes))
         first = rank_in_group(mesh, rows.axes) * expr_of(each) if rows.axes else None
         x = self.by_rows(x)
-        starts, ends = (name if self.b.is_contiguous(name) else contiguous_source(self.b, name, None) for name in (starts, ends))
-        if op.kind == OUTER:
+        starts, ends = (contiguous_source(self.b, name, None) for name in (starts, ends))
+        if op.kind == OUTER or not lies_along(self.b.types[other], -2):
             other = self.by_rows(other)
-        elif not lies_along(self.b.types[other], 1) and not lies_along(self.b.types[other], 2):
-            other = contiguous_source(self.b, other, None)
         make = ir.GroupedOuter if op.kind == OUTER else ir.GroupedMatmul
+
+        def emit(view: Callable[[str], str]) -> None:
+            self.b.emit(make(view(x), view(other), view(starts), view(ends), view(dst), first))
+
         with packed_destination(self.b, target, None) if not lies_along(self.b.types[target], -1) else nullcontext(target) as dst:
-            self.b.emit(make(x, other, starts, ends, dst, first))
+            if len(self.b.types[x].shape) == 2:
+                emit(str)
+            elif self.b.types[x].shape[0] == Size():
+                emit(lambda name: self.b.drop(name, 0, f"{name}_alone"))
+            else:
+                index = Var(self.b.loop_index())
+                with self.b.looped() as body:
+                    emit(lambda name: self.b.select(name, 0, index, f"{name}_{index.name}"))
+                self.b.emit(ir.For(index.name, self.b.types[dst].shape[0], tuple(body)))
 
     def by_rows(self, name: str) -> str:
         """The buffer, or a copy of it in which the elements of a row are contiguous."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 import hostweave as hw
 from hostweave.torch.aten.table import DTYPES, Number, Result, aten, cast, refuse
 from hostweave.types.size import product
@@ -50,6 +52,35 @@ def _scaled_mm(
         raise refuse("_scaled_mm with a result of 8 bits is not supported; use out_dtype=torch.bfloat16, then quantise it")
     made = hw.scaled_matmul(a, b, scale_a, scale_b, out_dtype=DTYPES[result.dtype])
     return made if bias is None else made + cast(bias, result.dtype)
+
+
+@aten("_grouped_mm.default")
+def _grouped_mm(
+    result: Result, a: hw.Tensor, b: hw.Tensor, offs: hw.Tensor | None = None, bias: hw.Tensor | None = None, out_dtype: Any = None
+) -> hw.Tensor:
+    if bias is not None or DTYPES[result.dtype] != a.dtype:
+        raise refuse("grouped_mm with a bias, or a result of another dtype, is not supported; add the bias to the result, and cast it")
+    if offs is None:
+        return hw.matmul(a, b)
+    if a.ndim == 3:  # groups of columns: the transposed product has groups of rows
+        return _grouped(b.T, hw.permute_dims(a, (0, 2, 1)), offs).T
+    return _grouped(a, b, offs)
+
+
+@aten("transformers.grouped_mm_fallback.default")
+def _grouped_mm_fallback(result: Result, x: hw.Tensor, weight: hw.Tensor, offs: hw.Tensor) -> hw.Tensor:
+    return _grouped(x, weight, offs)
+
+
+@aten("transformers.grouped_mm_fallback_backward.default")
+def _grouped_mm_fallback_backward(
+    result: Result, x: hw.Tensor, weight: hw.Tensor, offs: hw.Tensor, dy: hw.Tensor
+) -> tuple[hw.Tensor, hw.Tensor]:
+    return _grouped(dy, hw.permute_dims(weight, (0, 2, 1)), offs), _grouped(x.T, dy, offs)
+
+
+def _grouped(a: hw.Tensor, b: hw.Tensor, offs: hw.Tensor) -> hw.Tensor:
+    return hw.grouped_matmul(a, b, cast(offs, torch.int32))
 
 
 def _of_rows(x: hw.Tensor) -> hw.Tensor:

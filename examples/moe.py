@@ -1,0 +1,84 @@
+"""A mixture of experts whose tokens and experts are sharded over `ep`: routing, dispatch, experts, combine, and the backward pass.
+
+Each token goes to the ranks of its TOP experts of EXPERTS. How many tokens an expert gets is known only at the call, and the host does not
+wait for it. No token is dropped. Experts are SwiGLU MLPs, whose gate and up are one product. A bias of each expert only decides the
+choice, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
+"""
+
+import hostweave as hw
+
+mesh = hw.Mesh(ep=4)
+T = "T@ep"  # tokens
+EXPERTS = 8
+TOP = 2
+dtype = hw.bf16
+E = f"{EXPERTS}@ep"
+LAYER = {"router": dtype["H", EXPERTS], "bias": hw.f32[EXPERTS], "w1": dtype[E, "H", 2, "I"], "w2": dtype[E, "I", "H"]}
+
+
+def routed(x, router, bias):
+    """Scores of all experts, the chosen experts, their scores, and their weights, of which those of a token sum to 1."""
+    scores = hw.softmax(hw.astype(hw.matmul(x, router), hw.f32))
+    _, experts = hw.top_k(scores + bias, TOP)
+    chosen = hw.take_along_axis(scores, experts, axis=1)
+    return scores, experts, chosen, chosen / hw.sum(chosen, axis=1, keepdims=True)
+
+
+def of_ranks(w):
+    """Matrices of experts [E, K, ...] as [R, E/R, K, N], those of each rank."""
+    ranks = mesh.size
+    return hw.reshape(w, ranks, EXPERTS // ranks, w.shape[1], -1)
+
+
+def halves(x):
+    """Gate and up [R, rows, I] of their product [R, rows, 2*I]."""
+    parts = hw.reshape(x, *x.shape[:2], 2, "I")
+    return parts[:, :, 0], parts[:, :, 1]
+
+
+def turned(w):
+    return hw.permute_dims(w, (0, 1, 3, 2))
+
+
+@hw.fusion(mesh=mesh, x=dtype[T, "H"], **LAYER)
+def moe(x, router, bias, w1, w2):
+    _, experts, _, weights = routed(x, router, bias)
+    routing = hw.moe_routing(experts, EXPERTS, axes="ep")
+    gate, up = halves(hw.grouped_matmul(hw.moe_dispatch(x, routing), of_ranks(w1), routing.ends))
+    y = hw.grouped_matmul(hw.silu(gate) * up, of_ranks(w2), routing.ends)
+    return hw.moe_combine(y, routing, weights)
+
+
+@hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
+def moe_backward(x, dy, router, bias, w1, w2):
+    """Gradients of x, the router and the matrices of the experts. The forward pass is repeated, as in activation checkpointing."""
+    scores, experts, chosen, weights = routed(x, router, bias)
+    routing = hw.moe_routing(experts, EXPERTS, axes="ep")
+    rows, w1, w2 = hw.moe_dispatch(x, routing), of_ranks(w1), of_ranks(w2)
+    gate, up = halves(hw.grouped_matmul(rows, w1, routing.ends))
+    opened = hw.silu(gate)
+    h = opened * up
+    y = hw.grouped_matmul(h, w2, routing.ends)
+
+    # Dispatch and combine are transposes of each other.
+    given = hw.moe_dispatch(dy, routing, weights)
+    dw2 = hw.grouped_matmul(hw.permute_dims(h, (0, 2, 1)), given, routing.ends)
+    dh = hw.grouped_matmul(given, turned(w2), routing.ends)
+    sigmoid = hw.sigmoid(gate)
+    dgate, dup = dh * up * (sigmoid + opened * (1 - sigmoid)), dh * opened
+    both = hw.concat([dgate, dup], axis=2)
+    dw1 = hw.grouped_matmul(hw.permute_dims(rows, (0, 2, 1)), both, routing.ends)
+    dx = hw.moe_combine(hw.grouped_matmul(both, turned(w1), routing.ends), routing)
+
+    # The router: of weights w = c / sum(c), of the softmax, and of the product.
+    wide = hw.astype(hw.moe_return(y, routing), hw.f32) * hw.astype(dy, hw.f32)[:, None]
+    dweights = hw.sum(wide, axis=2)
+    dchosen = (dweights - hw.sum(dweights * weights, axis=1, keepdims=True)) / hw.sum(chosen, axis=1, keepdims=True)
+    dscores = hw.sum(dchosen[:, :, None] * hw.one_hot(experts, EXPERTS, hw.f32), axis=1)
+    dlogits = hw.astype(scores * (dscores - hw.sum(dscores * scores, axis=1, keepdims=True)), x.dtype)
+    return (
+        dx + hw.matmul(dlogits, router.T),
+        hw.matmul(x.T, dlogits),
+        hw.reshape(dw1, EXPERTS, "H", 2, "I"),
+        hw.reshape(dw2, EXPERTS, "I", "H"),
+    )

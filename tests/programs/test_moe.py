@@ -1,0 +1,159 @@
+"""Mixtures of experts over ranks: the layer and its gradients equal the same math on one device, for every routing; capacities."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from interpret import interpret
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.base.paths import EXAMPLES
+from hostweave.check.check import check
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import block_of
+
+Array = np.ndarray[Any, Any]
+T, H, INNER, TOP = 24, 6, 5, 2
+ROUTINGS = ("learned", "one expert", "one rank", "the last rank gets none", "skewed")
+
+
+@cache
+def programs(ranks: int) -> dict[str, Fusion]:
+    constants = {"mesh": hw.Mesh(ep=ranks), "EXPERTS": experts_of(ranks), "TOP": TOP, "dtype": hw.f64}
+    found = programs_in(load_file(EXAMPLES / "moe.py", constants)).items()
+    return {name: program for name, program in found if isinstance(program, Fusion)}
+
+
+def experts_of(ranks: int) -> int:
+    return 6 if ranks == 3 else 8
+
+
+def arrays(routing: str, ranks: int) -> dict[str, Array]:
+    """Inputs whose biases make tokens choose these experts."""
+    random, experts = np.random.default_rng(len(routing)), experts_of(ranks)
+    own = experts // ranks
+    bias = np.zeros(experts, np.float32)
+    if routing == "one expert":
+        bias[[experts - 1, 0]] = 20, 10  # every token has the same first expert, and the same second one
+    elif routing == "one rank":
+        bias[: max(own, TOP)] = 10
+    elif routing == "the last rank gets none":
+        bias[experts - own :] = -10
+    elif routing == "skewed":
+        bias[:] = np.linspace(0, 0.3, experts)
+    shapes = {"x": (T, H), "dy": (T, H), "router": (H, experts), "w1": (experts, H, 2, INNER), "w2": (experts, INNER, H)}
+    return {name: random.standard_normal(shape) for name, shape in shapes.items()} | {"bias": bias}
+
+
+def one_device(x: Array, dy: Array, router: Array, bias: Array, w1: Array, w2: Array) -> tuple[Array, tuple[Array, ...]]:
+    """The layer, and the gradients of x, the router and the weights, token by token."""
+    logits = x @ router
+    scores = np.exp(logits - logits.max(1, keepdims=True))
+    scores /= scores.sum(1, keepdims=True)
+    y, dx, dscores, dw1, dw2 = (np.zeros_like(of, dtype=np.float64) for of in (x, x, scores, w1, w2))
+    for t in range(len(x)):
+        chosen = np.argsort(-(scores[t].astype(np.float32) + bias), kind="stable")[:TOP]
+        total = scores[t, chosen].sum()
+        weights, dweights = scores[t, chosen] / total, np.zeros(TOP)
+        for i, e in enumerate(chosen):
+            gate, up = np.tensordot(x[t], w1[e], 1)
+            sigmoid = 1 / (1 + np.exp(-gate))
+            h = gate * sigmoid * up
+            out = h @ w2[e]
+            y[t] += weights[i] * out
+            dweights[i] = out @ dy[t]
+            dh = weights[i] * (w2[e] @ dy[t])
+            dw2[e] += weights[i] * np.outer(h, dy[t])
+            both = np.stack([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid])
+            dw1[e] += np.multiply.outer(x[t], both)
+            dx[t] += np.tensordot(w1[e], both, 2)
+        dscores[t, chosen] = (dweights - dweights @ weights) / total
+    dlogits = scores * (dscores - (dscores * scores).sum(1, keepdims=True))
+    return y, (dx + dlogits @ router.T, x.T @ dlogits, dw1, dw2)
+
+
+def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[Array, ...]) -> None:
+    for rank, own in enumerate(results):
+        for output, want in zip(host.outputs, wanted, strict=True):
+            block = want[block_of(output.type, host.mesh, rank, want.shape)]
+            np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # scores are of f32
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_routing(ranks: int) -> None:
+    hosts = {name: lower(fusion, Options()) for name, fusion in programs(ranks).items()}
+    for name, host in hosts.items():
+        check(host, fusion=programs(ranks)[name])
+    for routing in ROUTINGS:
+        given = arrays(routing, ranks)
+        y, gradients = one_device(**given)
+        without = {name: array for name, array in given.items() if name != "dy"}
+        expect(interpret(hosts["moe"], without), hosts["moe"], (y,))
+        expect(interpret(hosts["moe_backward"], given), hosts["moe_backward"], gradients)
+
+
+def test_rows_travel_twice() -> None:
+    """Rows go by one all-to-all, and come back by one. Besides them only counts travel."""
+    sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.AllToAll)]
+    assert len(sent) == 3
+
+
+def test_compiled() -> None:
+    compiled = {name: hw.compile(fusion) for name, fusion in programs(2).items()}
+    for number, routing in enumerate(ROUTINGS):
+        given = arrays(routing, 2)
+        y, gradients = one_device(**given)
+        without = {name: array for name, array in given.items() if name != "dy"}
+        for schedule in (parallel(check_dependencies=True), seeded(number)):
+            with schedule:
+                np.testing.assert_allclose(compiled["moe"].run(**without), y, rtol=1e-5, atol=1e-5)
+                for got, want in zip(compiled["moe_backward"].run(**given), gradients, strict=True):
+                    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("capacity", [1, 3, 5])
+def test_capacities(ranks: int, capacity: int) -> None:
+    """Choices without room add nothing: those of the last tokens of the last experts of each rank."""
+    experts = 4
+
+    @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", TOP], weights=hw.f64["T@ep", TOP])
+    def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        routing = hw.moe_routing(ids, experts, axes="ep", capacity=capacity)
+        return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights), routing.ends
+
+    host = lower(through, Options())
+    check(host, fusion=through)
+    random = np.random.default_rng(capacity)
+    x, weights = random.standard_normal((8, H)), random.random((8, TOP))
+    ids = np.stack([random.permutation(experts)[:TOP] for _ in range(8)]).astype(np.int32)
+    wanted, counts, own = np.zeros_like(x), np.zeros(experts, int), 8 // ranks
+    for source in range(ranks):
+        choices = [(int(ids[t, i]), t, i) for t in range(source * own, (source + 1) * own) for i in range(TOP)]
+        for target in range(ranks):
+            here = sorted(choice for choice in choices if choice[0] // (experts // ranks) == target)[:capacity]
+            for e, t, i in here:
+                wanted[t] += weights[t, i] * x[t]
+                counts[e] += 1
+    ends = np.cumsum(counts.reshape(ranks, -1), 1)
+    expect(interpret(host, {"x": x, "ids": ids, "weights": weights}), host, (wanted, ends))
+
+
+def test_what_does_not_fit() -> None:
+    def fails(message: str, experts: int = 4, axes: str = "ep", ids: Any = hw.i32["T@ep", 2]) -> None:
+        with pytest.raises(ProgramError, match=message):
+            hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes=axes).ends)
+
+    fails("2 ranks do not divide 5 experts", experts=5)
+    fails("tp is no axis of", axes="tp")
+    fails("not ints", ids=hw.f32["T@ep", 2])
+    fails("not ints", ids=hw.i32["T@ep"])
