@@ -21,6 +21,11 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
     return ("// Disjoint live ranges, so these may share bytes:\n" + shared if shared else "") + _plan(steps, context)
 
 
+def calls_functions(steps: Steps) -> bool:
+    """True if the plan passes the sizes on, to the plans of functions."""
+    return any(isinstance(step, Called) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
+
+
 def _members(group: list[Temporary]) -> Iterable[str]:
     """Names of the buffers of a group. Elements of one array are written together: `x_[1, 3, 5]`."""
     for name, members in groupby(group, lambda buffer: buffer.element.array if buffer.element else buffer.member):
@@ -71,6 +76,7 @@ def _told(step: Step, context: ProgramContext) -> Words:
                 lines = lay_out("memory_free", member=buffer.member)
             else:
                 count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
+                context.integers.used |= buffer.sizes
                 lines = lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
             before, _, after = lines.partition(buffer.member)
             return (before, buffer.element, after) if buffer.element else (lines,)

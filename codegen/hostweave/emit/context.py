@@ -11,10 +11,12 @@ from hostweave.emit.plans import Products
 from hostweave.emit.products import ProductEmitter, multiplies
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
+from hostweave.kernel_ir.name_outermost import named_sizes
 from hostweave.kernel_ir.pipeline import stages
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
@@ -26,7 +28,7 @@ class Launched:
 
     kernel: str
     grid: str
-    sizes: tuple[str, ...]
+    sizes: tuple[Size, ...]
 
 
 PlanKey = tuple[object, ...]  # arguments of a plan's constructor and of its prepare
@@ -70,6 +72,7 @@ class Temporary:
     pool: str = ""  # pool of streams that have one buffer each
     element: Element | None = None  # element of the declared array
     in_window: bool = False
+    sizes: frozenset[str] = frozenset()  # names in `count`
 
 
 class ProgramContext:
@@ -101,6 +104,7 @@ class ProgramContext:
         self.exchanges: dict[str, str] = {}  # channel member -> exchange member, for kernels that reduce terms of other ranks
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each table
         self.plans: dict[PlanKey, Plan] = {}
+        self.used_by_plans: set[str] = set()  # names of sizes and coordinates in the arguments of their prepare
         self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # mesh, and condition of sizes in C++
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
@@ -127,7 +131,8 @@ class ProgramContext:
             shared, note = self.kernels[emitter.key], f"Also for @{kernel.name}."
             if name != shared.name and note not in shared.comments:
                 shared.comments += (note,)
-            self.launches[kernel, buffers] = Launched(shared.name, emitter.loops.grid, tuple(emitter.sizes.values()))
+            sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
+            self.launches[kernel, buffers] = Launched(shared.name, emitter.loops.grid, tuple(sizes))
         return self.launches[kernel, buffers]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:

@@ -90,9 +90,21 @@ class CppExprPrinter:
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
     program: Mesh = field(init=False)
     calls_runtime: bool = False  # uses hw::mod or hw::floor_div
+    used: set[str] = field(default_factory=set)  # names of sizes and coordinates in the texts since `noting` began
 
     def __post_init__(self) -> None:
         self.program = self.mesh
+
+    @contextmanager
+    def noting(self) -> Iterator[set[str]]:
+        """Notes the names of sizes and coordinates in the texts of the `with` block, apart from those of the block around it."""
+        outer, self.used = self.used, set()
+        yield self.used
+        self.used = outer
+
+    def noted(self, name: str) -> str:
+        self.used.add(name)
+        return name
 
     # --- sizes ---
 
@@ -109,7 +121,7 @@ class CppExprPrinter:
         for factor in sorted(dim_size.factors, key=lambda factor: order.index((factor.atoms if isinstance(factor, Sum) else (factor,))[0])):
             own = gcd(divisor, self.multiples.get(factor, 1))
             divisor //= own
-            size = f"({self.sum(factor)})" if isinstance(factor, Sum) else self.sizes[factor]
+            size = f"({self.sum(factor)})" if isinstance(factor, Sum) else self.noted(self.sizes[factor])
             text = f"{size} / {own}" if own > 1 else size
             factors.append(f"({text})" if own > 1 and factors else text)
         if dim_size.coefficient != 1 or not factors:
@@ -172,7 +184,7 @@ class CppExprPrinter:
 
     def rank(self) -> str:
         """C++ name of this rank's number."""
-        return self.coordinates[self.program, ""]
+        return self.noted(self.coordinates[self.program, ""])
 
     @contextmanager
     def on(self, mesh: Mesh) -> Iterator[None]:
@@ -188,11 +200,11 @@ class CppExprPrinter:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.coordinates[self.mesh, axis]
+                return self.noted(self.coordinates[self.mesh, axis])
             case Rank():
                 return self.rank()
             case Symbol(size):
-                return self.sizes[size]
+                return self.noted(self.sizes[size])
             case Binary("%", left, right):
                 return self._remainder(left, right)
             case Binary("/", left, right):

@@ -200,16 +200,14 @@ class Emitter:
         others = "".join(f", also {other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
         if begin.place.stream is None:
-            self.temporaries[begin] = Temporary(
-                f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment, in_window=i.in_window
-            )
+            self.temporaries[begin] = self.temporary(i, f"{pointer} {member} = nullptr", member, comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         count = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one per stream"
-        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool, in_window=i.in_window)
+        self.temporaries[begin] = self.temporary(i, declaration, member, comment, pool)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= count:
@@ -223,11 +221,16 @@ class Emitter:
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
         self.elements[i.out] = element = Element(member, number)
         comment = f"{i.type}, one per call"
-        self.temporaries[begin] = Temporary(
-            declaration, str(element), self.count_of(i.type), comment, element=element, in_window=i.in_window
-        )
+        self.temporaries[begin] = self.temporary(i, declaration, str(element), comment, element=element)
         self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
         return ""
+
+    def temporary(
+        self, i: ir.Allocate, declaration: str, member: str, comment: str, pool: str = "", element: Element | None = None
+    ) -> Temporary:
+        with self.integers.noting() as used:
+            count = self.count_of(i.type)
+        return Temporary(declaration, member, count, comment, pool, element, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
         """Emits nothing: `prepare` lays out the arena before the first call."""
@@ -266,11 +269,13 @@ class Emitter:
         types = [self.type_of(name) for name in operands_of(i)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i, types)
         name = self.context.products.name(i, types)
-        return self.planned("MatmulPlan", i, name, made_with, tuple(map(self.integers.strided, types[:3])))
+        return self.planned("MatmulPlan", name, made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
-    def planned(self, kind: str, i: tree.Instruction, name: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
+    def planned(self, kind: str, name: str, made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
         """Member that holds the plan. Instructions with equal constructor and prepare arguments share one plan."""
-        plans, key = self.context.plans, (kind, made_with, prepared_with)
+        with self.integers.noting() as used:
+            plans, key = self.context.plans, (kind, made_with, prepared_with())
+        self.context.used_by_plans |= used
         if key not in plans:
             member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
             plans[key] = Plan(member, *key)
@@ -280,7 +285,7 @@ class Emitter:
     def emit_grouped(self, i: ir.Grouped) -> str:
         types = [self.type_of(name) for name in (i.x, i.other, i.dst)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name]
-        plan = self.planned("GroupedPlan", i, self.buffers[i.dst].root, made_with, tuple(map(self.integers.strided, types)))
+        plan = self.planned("GroupedPlan", self.buffers[i.dst].root, made_with, lambda: tuple(map(self.integers.strided, types)))
         first = self.expr(i.first) if i.first not in (None, Const(0)) else ""
         return lay_out("Grouped", e=self, i=i, plan=plan, first=first)
 
@@ -294,8 +299,8 @@ class Emitter:
 
     def attend(self, i: EitherAttention, dst: str, operands: tuple[str, ...], beside: Named, blind: str = "") -> str:
         made_with = attention_made_with(i, self.type_of(i.q), blind, self.streams)
-        prepared_with = attention_prepared_with(i, operands, beside, self.type_of, self.integers)
-        plan = self.planned(f"{type(i).__name__}Plan", i, self.buffers[dst].root, made_with, prepared_with)
+        prepared_with = partial(attention_prepared_with, i, operands, beside, self.type_of, self.integers)
+        plan = self.planned(f"{type(i).__name__}Plan", self.buffers[dst].root, made_with, prepared_with)
         return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def emit_launch(self, i: ir.Launch) -> str:
@@ -315,7 +320,7 @@ class Emitter:
     ) -> str:
         """Launch of a generated kernel on these buffers. `first` replaces the first buffer's argument."""
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
-        arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *emitted.sizes)
+        arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
 from hostweave.fusion_ir.ops.definition import OpDef
 from hostweave.kernel_ir.loops import BY_LANE_PARTS, COUNTED, OF_BLOCKS, ONE, Dim, Loops, Walk, merged, stored
-from hostweave.kernel_ir.name_outermost import named_sizes
 from hostweave.types.size import Atom, Size, product
 from hostweave.types.tensor import BufferType, bool_
 
@@ -53,7 +52,7 @@ class Kernel:
             *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
             *(f"{of.types[y].dtype.cpp}* {at}" for y, at in of.results.items()),
         )
-        self.params = (*pointers, *(f"int64_t {size}" for size in of.sizes))
+        self.params = (*pointers, *(f"int64_t {of.loops.integers.sizes[atom]}" for atom in of.atoms))
         self.touches = tuple(of.touches())
         packed = [pointer for name, pointer in of.pointers.items() if name in of.ir.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
@@ -102,12 +101,6 @@ class KernelEmitter:
         if self.ir.takes_lanes:
             return self.lanes()
         return self.reduction() if self.ir.reduced else self.pointwise()
-
-    @property
-    def sizes(self) -> dict[str, str]:
-        """Parameters that are sizes, each with the argument that a launch passes."""
-        integers, named = self.loops.integers, named_sizes(self.ir)
-        return {integers.sizes[atom]: integers.size(Size(1, (atom,)).replaced(named)) for atom in self.atoms}
 
     @cached_property
     def used_sizes(self) -> tuple[Size, ...]:

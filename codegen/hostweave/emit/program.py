@@ -1,11 +1,10 @@
 """A host program as the templates see it: the members of its class and the bodies of its functions."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.emit.arena import arena_plan
+from hostweave.emit.arena import arena_plan, calls_functions
 from hostweave.emit.arguments import Argument, argument, checks_of, inputs_of, requirements_of
 from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
@@ -30,9 +29,11 @@ class Function:
         emitter, integers = Emitter(function, context, function.name), context.integers
         parameters, layers = (*function.inputs, *function.outputs), context.layers_at(function.name)
         self.name = context.functions[function.name]
-        self.body = emitter.body(function.body)
+        with integers.noting() as used:
+            self.body = emitter.body(function.body)
         self.plan = context.memory_of[function.name]  # member function that plans its memory
-        self.memory = arena_plan(emitter.steps, context)
+        with integers.noting() as used_by_memory:
+            self.memory = arena_plan(emitter.steps, context)
 
         def param(at: int, parameter: ir.Parameter) -> str:
             if at in layers:
@@ -49,9 +50,9 @@ class Function:
             if parameters[at].name in emitter.used
         )
         sizes = tuple(integers.sizes.values())  # all sizes of the program, or none if the body uses none
-        self.sizes, self.memory_sizes = (sizes if _words(text) & set(sizes) else () for text in (self.body, self.memory))
-        self.memory_takes_sizes = bool(self.memory_sizes) or "sizes" in _words(self.memory)  # also if it only passes them on
-        self.coordinates = _coordinates(integers, self.body)
+        self.sizes, self.memory_sizes = (sizes if names & {*sizes} else () for names in (used, used_by_memory))
+        self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.steps)
+        self.coordinates = _coordinates(integers, used)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Program:
         self.context = context = ProgramContext(program, names, integers, structs, machine)
         self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
-        self.body = emitter.body(program.body)
+        with integers.noting() as used:
+            self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
         self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
@@ -97,9 +99,7 @@ class Program:
         unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs bind the others
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
-        self.coordinates = _coordinates(integers, self.body)
-        prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
-        self.coordinates_of_plans = _coordinates(integers, prepared)
+        self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
@@ -204,17 +204,11 @@ def _ranks_of(channel: ChannelMember) -> str:
     return f"{channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
 
 
-def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
+def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
     """Coordinates of this rank that a body names, each computed once."""
-    words = _words(body)
     return tuple(
-        Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words
+        Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used
     )
-
-
-def _words(text: str) -> set[str]:
-    """Identifiers in C++ text, except those after `.` or `::`."""
-    return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
 
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
