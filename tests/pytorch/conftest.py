@@ -38,7 +38,7 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
 
     from hostweave.types.tensor import block_of, global_shape
 
-    host = part.program._host
+    host = part.program.host
     given = {name: tensor.detach().numpy() for name, tensor in {**part.tensors, **part.graph.bound, **arrays}.items()}
     ranks, made = interpret(host, {one.name: given[one.name] for one in host.inputs}), []
     for output in host.outputs:

@@ -156,7 +156,7 @@ def test_fully_shard_states_all_shardings(mesh: Any) -> None:
     (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
     for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):
         assert f"%{of}" in line, line
-    assert "f32[6@dp, 8]" in str(model.program._host.outputs[0].type)
+    assert "f32[6@dp, 8]" in str(model.program.host.outputs[0].type)
 
 
 def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
@@ -167,7 +167,7 @@ def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
     )
     types = {name: str(of.dtype) for name, of in model._part.graph.input_types.items()}
     assert set(types.values()) == {"f32"}
-    assert str(model.program._host.outputs[0].type.dtype) == "f32"
+    assert str(model.program.host.outputs[0].type.dtype) == "f32"
     matmuls = [line for line in model.program.fusion_ir.splitlines() if " = matmul(" in line]
     assert len(matmuls) == 2
     assert all("bf16[" in line for line in matmuls)
