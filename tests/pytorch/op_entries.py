@@ -1,4 +1,4 @@
-"""The entries of torch's own op database as functions of tensors, in float32, each with its first sample that has elements."""
+"""The entries of torch's own op database as functions of tensors of a dtype, each with its first sample that has elements."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Several(nn.Module):
         return tuple(entry.function(*(next(tensors) for _ in entry.given)) for entry in self.entries)
 
 
-def entries(number: int, of: int) -> Iterator[Entry]:
-    """Those of one of so many batches."""
+def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
+    """Those of one of so many batches that take tensors of this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:
         name = f"{info.name}.{info.variant_test_name}".rstrip(".")
-        if torch.float32 in info.dtypes and (entry := _entry(name, info)):
+        if dtype in info.dtypes and (entry := _entry(name, info, dtype)):
             yield entry
 
 
@@ -49,10 +49,11 @@ def _has_elements(sample: Any) -> bool:
     return all(one.numel() for one in leaves if isinstance(one, torch.Tensor))
 
 
-def _entry(name: str, info: Any) -> Entry | None:
+def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | None:
     torch.manual_seed(0)
     try:
-        samples = list(islice(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd), 20))
+        derives = info.supports_autograd and dtype.is_floating_point
+        samples = list(islice(info.sample_inputs("cpu", dtype, requires_grad=derives), 20))
         sample = next((one for one in samples if _has_elements(one)), samples[0])
         leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -67,11 +68,18 @@ def _entry(name: str, info: Any) -> Entry | None:
         made = [function(*fresh(given)) for _ in range(2)]
         if not given or not made[0] or any(one.layout is not torch.strided for one in made[0]):
             return None
-        is_same = all(
-            one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*made, strict=True)
-        )
+        pairs = [(one.detach().nan_to_num(), other.detach().nan_to_num()) for one, other in zip(*made, strict=True)]
+        is_same = all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
         return Entry(name, function, given, any(one.requires_grad for one in made[0])) if is_same else None
-    except (AssertionError, RuntimeError, NotImplementedError, ValueError, IndexError, StopIteration):  # of what this build of torch cannot
+    except (
+        AssertionError,
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+        IndexError,
+        StopIteration,
+        TypeError,
+    ):  # of what this build of torch cannot
         return None
 
 

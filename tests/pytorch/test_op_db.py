@@ -24,6 +24,13 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 BATCHES = 44
 PAGE = Path(__file__).parents[2] / "docs" / "pytorch-ops.md"
+KINDS = {
+    "float32, forward": torch.float32,
+    "float32, backward": torch.float32,
+    "bfloat16, forward": torch.bfloat16,
+    "int64, forward": torch.int64,
+    "bool, forward": torch.bool,
+}
 CASES = [
     pytest.param(number, ranks, marks=() if ranks == 2 and number % 3 == 0 else pytest.mark.slow)
     for number in range(BATCHES)
@@ -33,8 +40,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own samp
 NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
-def refused_entries() -> set[str]:
-    return set(re.findall(r"^\| `(\S+)` \|", PAGE.read_text(), re.MULTILINE))
+def refused_entries(kind: str) -> set[str]:
+    """The entries that the page has of a kind. What is refused in float32 is refused in other dtypes, too."""
+    found = set[str]()
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        if section.partition("\n")[0] in (kind, "float32, forward"):
+            found |= set(re.findall(r"^\| `(\S+)` \|", section, re.MULTILINE))
+    return found
 
 
 def plan_of(given: list[Any], ranks: int) -> dict[str, str]:
@@ -47,27 +59,44 @@ def plan_of(given: list[Any], ranks: int) -> dict[str, str]:
     return found
 
 
-def expect_as_torch(batch: list[Entry], ranks: int) -> None:
+def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
     given = [one.detach() for entry in batch for one in entry.given]
     module = Several(batch).eval()
     with torch.no_grad():
         made = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan_of(given, ranks), tuple(given))(*fresh(given))
         want = module(*fresh(given))
     for entry, mine, theirs in zip(batch, made, want, strict=True):
-
-        def message(why: str, name: str = entry.name) -> str:
-            return f"{name}: {why}"
-
         if entry.name in NOT_INITIALIZED:
             kept = [[(one.shape, one.dtype) for one in tree_leaves(of)] for of in (mine, theirs)]
             assert kept[0] == kept[1], entry.name
             continue
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, equal_nan=True, check_stride=False, msg=message)
+        expect_close(entry.name, mine, theirs, rtol)
+
+
+def expect_close(name: str, mine: Any, theirs: Any, rtol: float) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol, equal_nan=True, check_stride=False, msg=lambda why: f"{name}: {why}")
+
+
+def expect_gradients(batch: list[Entry]) -> None:
+    given = [one for entry in batch for one in entry.given]
+    module = Several(batch).eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, tuple(given), training=True)
+    found = []
+    for one in (model, module):
+        taken = fresh(given)
+        results = [leaf for leaf in tree_leaves(one(*taken)) if leaf.requires_grad]
+        torch.autograd.backward([leaf.sum() if not leaf.is_complex() else leaf.abs().sum() for leaf in results])
+        found.append([tensor.grad for tensor in taken])
+    gradients = zip(*found, strict=True)
+    for entry in batch:
+        for tensor in entry.given:
+            mine, theirs = (torch.zeros_like(tensor) if one is None else one for one in next(gradients))
+            expect_close(entry.name, mine, theirs, 1e-3)
 
 
 @pytest.mark.parametrize(("number", "ranks"), CASES)
 def test_entries(number: int, ranks: int) -> None:
-    refused = refused_entries()
+    refused = refused_entries("float32, forward")
     batch = list(entries(number, BATCHES))
     expect_as_torch([entry for entry in batch if entry.name not in refused], ranks)
     for entry in batch if ranks == 1 else ():
@@ -77,29 +106,58 @@ def test_entries(number: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", range(BATCHES))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float32, forward"])
+def test_entries_of_other_kinds(number: int, kind: str) -> None:
+    refused = refused_entries(kind)
+    batch = [entry for entry in entries(number, BATCHES, KINDS[kind]) if entry.name not in refused]
+    if kind.endswith("backward"):
+        expect_gradients([entry for entry in batch if entry.has_gradient])
+    elif batch:
+        expect_as_torch(batch, 1, 2e-2 if KINDS[kind] == torch.bfloat16 else 1e-4)
+
+
+def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
+    """The entries that are refused, with the reasons. Halves of a batch that is refused are tried apart."""
+    given = [one if is_backward else one.detach() for entry in batch for one in entry.given]
+    try:
+        with torch.set_grad_enabled(is_backward):
+            hostweave.torch.compile(Several(batch).eval(), hw.Mesh(tp=1), {}, tuple(given), training=is_backward)
+        return {}
+    except ProgramError as error:
+        if len(batch) == 1:
+            return {batch[0].name: str(error)}
+    half = len(batch) // 2
+    return refusals(batch[:half], is_backward) | refusals(batch[half:], is_backward)
+
+
+@pytest.mark.slow
 def test_page(request: pytest.FixtureRequest) -> None:
-    """States how many entries there are, and those that are refused."""
-    every = [entry for number in range(BATCHES) for entry in entries(number, BATCHES)]
-    reasons: dict[str, str] = {}
-    for entry in every:
-        try:
-            given = [one.detach() for one in entry.given]
-            with torch.no_grad():
-                hostweave.torch.compile(Several([entry]).eval(), hw.Mesh(tp=1), {}, tuple(given))
-        except ProgramError as error:
-            reasons[entry.name] = str(error)
-    text = page(len(every), reasons)
+    """States how many entries there are of each kind, and those that are refused."""
+    text, known = "", set[str]()
+    for kind, dtype in KINDS.items():
+        is_backward, count, reasons = kind.endswith("backward"), 0, dict[str, str]()
+        for number in range(BATCHES):
+            batch = [entry for entry in entries(number, BATCHES, dtype) if entry.has_gradient or not is_backward]
+            count += len(batch)
+            reasons |= {entry.name: "" for entry in batch if entry.name in known}
+            if rest := [entry for entry in batch if entry.name not in known]:
+                reasons |= refusals(rest, is_backward)
+        text += section(kind, count, reasons)
+        known |= set(reasons) if kind == "float32, forward" else set()
+    text = f"# Ops of PyTorch\n\nEntries of `op_db`, PyTorch's own op database, that can be compared, by dtype and pass.\n{text}"
     if request.config.getoption("--update-golden"):
         PAGE.write_text(text)
     assert PAGE.read_text() == text
 
 
-def page(count: int, reasons: dict[str, str]) -> str:
-    rows = "".join(f"| `{name}` | {_short(why)} |\n" for name, why in sorted(reasons.items()))
+def section(kind: str, count: int, reasons: dict[str, str]) -> str:
+    rows = "".join(f"| `{name}` | {_short(why)} |\n" for name, why in sorted(reasons.items()) if why)
+    others = sum(not why for why in reasons.values())
+    also = f", {others} of them in float32, forward, too" if others else ""
     return (
-        "# Ops of PyTorch\n\n"
-        f"`op_db`, PyTorch's own op database, has {count} entries that can be compared in float32, forward.\n"
-        f"{count - len(reasons)} of them give what PyTorch gives, on 1, 2 and 4 ranks. {len(reasons)} are refused with an error.\n\n"
+        f"\n## {kind}\n\n"
+        f"{count - len(reasons)} of {count} entries give what PyTorch gives. {len(reasons)} are refused with an error{also}.\n\n"
         f"| refused | why |\n|---|---|\n{rows}"
     )
 

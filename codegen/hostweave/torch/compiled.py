@@ -24,7 +24,7 @@ from hostweave.runtime.local import Captured
 from hostweave.runtime.providers import Threads
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.caches import continued
-from hostweave.torch.graph import Graph
+from hostweave.torch.graph import Graph, is_complex
 from hostweave.torch.state import State
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -406,7 +406,13 @@ class CompiledModule(Delegating):
     def _returned(self, made: Mapping[Node, Any]) -> Any:
         """Builds the module's result from the values of the graph's nodes."""
         known = {**self._graph.constants, **made}
-        leaves = [known[node] if isinstance(node, Node) else node for node in self._graph.of_module]
+
+        def value(node: Any) -> Any:
+            if is_complex(node):
+                return torch.complex(*(known[part] for part in node.args))
+            return known[node] if isinstance(node, Node) else node
+
+        leaves = list(map(value, self._graph.of_module))
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:

@@ -346,6 +346,19 @@ def angle(x: torch.Tensor) -> Any:
     return torch.where(wide < 0, math.pi, torch.where(torch.isnan(wide), wide, 0.0))
 
 
+def frexp(x: torch.Tensor) -> Any:
+    """Mantissa from 0.5 to below 1, and exponent: the logarithm may be off by one, which the mantissa shows."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
+    half = exponent // 2  # 2^exponent may be infinite
+    mantissa = torch.ldexp(torch.ldexp(wide, -half), half - exponent)
+    up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
+    mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))
+    exponent = exponent + up.to(torch.int32) - down.to(torch.int32)
+    odd = (wide == 0) | ~torch.isfinite(wide)
+    return torch.where(odd, wide, mantissa).to(x.dtype), torch.where(odd, 0, exponent)
+
+
 def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
     """Without training the slope below 0 is the mean of those that are drawn."""
     return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
@@ -367,6 +380,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.permute_copy.default: lambda x, dims: x.permute(dims),
     aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
+    aten.frexp.Tensor: frexp,
     aten.cumprod.default: cumprod,
     aten.logcumsumexp.default: logcumsumexp,
     aten.cummax.default: _cumulative(torch.ge),

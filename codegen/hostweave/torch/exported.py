@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointFunction
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
+from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
@@ -71,7 +72,8 @@ def exported(
                     program = call()
             if training:
                 _mark_detached(program.graph)
-            program = program.run_decompositions(dict(before_derivatives() if training else decompositions()))
+            table = dict(before_derivatives() if training else decompositions())
+            program = of_pairs(program.run_decompositions(table), table)
             repeats.write_out(program.graph)
             program, names = _without_empty_parts(program), repeats.names_read(reads)
         cast_parameters(program, module)

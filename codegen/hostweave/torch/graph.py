@@ -115,7 +115,8 @@ class Graph:
         """Values that the graph returns: written tensors, then the module's other results, which may be None, then checked conditions."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
-        return [*written, *(one for one in (*self.of_module, *checked) if one not in written)]
+        of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (one,))]
+        return [*written, *(one for one in (*of_module, *checked) if one not in written)]
 
     @cached_property
     def of_module(self) -> list[Any]:
@@ -255,12 +256,11 @@ def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
 _BY_MASK = "how many elements are true is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"
 _VALUES = "how many values differ is known only at a call: count those of a range by torch.histc"
 _RANDOM = "draw random numbers outside, and make them an input"
-_COMPLEX = "complex numbers are not supported: compute with real and imaginary parts"
+COMPLEX = "compute with real and imaginary parts"
 _INSTEAD = {
     **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
     **dict.fromkeys(("rand", "randn", "bernoulli", "randn_like", "rand_like", "randint_like", "multinomial"), _RANDOM),
-    **dict.fromkeys(("view_as_complex", "complex", "polar", "_fft_r2c", "_fft_c2c", "_fft_c2r"), _COMPLEX),
     "as_strided": "it reads memory beside its tensor: use slices, or unfold",
 }
 
@@ -312,6 +312,11 @@ _KINDS = {
 
 def is_known(node: Node) -> bool:
     return node.target is operator.getitem or op_of(node) in TABLE or is_size(node)
+
+
+def is_complex(node: Any) -> bool:
+    """True if a node joins the real and the imaginary part of a result, which a program returns apart."""
+    return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
 
 
 def is_size(node: Node) -> bool:

@@ -187,6 +187,8 @@ _op(
     lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value is sharded as the value
     lambda i, _: i[1:],
 )
+LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
+LIBRARY.impl("hostweave::complex", torch.complex, "CompositeExplicitAutograd")
 LIBRARY.define("detach(Tensor x) -> Tensor")
 LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
 

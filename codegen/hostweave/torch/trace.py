@@ -90,6 +90,8 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
                 values[node].named(names[node])
         if update:
             made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
+        if not made:  # all results are constants
+            made.append(full(Result((torch.float32,), ((1,),), next(iter(inputs.values()))), 0))
         return tuple(made)
 
     program.__name__ = name

@@ -1,0 +1,317 @@
+"""Complex numbers of a graph as pairs of real ones, and Fourier transforms as matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.fx import Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
+
+from hostweave.base.errors import ProgramError
+from hostweave.torch.graph import COMPLEX, location, op_of, refused
+from hostweave.torch.ops import ops
+
+aten = torch.ops.aten
+
+
+class Pair(NamedTuple):
+    """The real and the imaginary part of a complex tensor."""
+
+    re: Any
+    im: Any
+
+
+def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
+    """The program on real numbers. Complex results are `hostweave.complex` of two. Raises ProgramError for ops that are missing.
+
+    y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
+    """
+    nodes = list(program.graph.nodes)
+    if not any(map(_makes_complex, nodes)):
+        return program
+    places = [node for node in nodes if node.op == "placeholder"]
+    given = [node.meta["val"] for node in places]
+    with preserve_node_meta():
+        made = make_fx(lambda *values: _Pairs(program.graph_module).run(*values), decompositions)(*given)
+    made.graph.eliminate_dead_code()
+    for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
+        new.name = new.target = old.name
+    output: Any
+    (output,) = made.graph.find_nodes(op="output")
+    specs = program.graph_signature.output_specs
+    for spec, node in zip(specs, output.args[0], strict=True):
+        if isinstance(node, Node):
+            spec.arg = TensorArgument(name=node.name)
+    for node in made.graph.nodes:
+        if node.op == "get_attr":
+            program.graph_module.register_buffer(node.target, getattr(made, node.target))
+    program.graph_module.graph = made.graph
+    return program
+
+
+def _makes_complex(node: Node) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.is_complex() for one in pytree.tree_leaves(node.meta.get("val")))
+
+
+class _Pairs(Interpreter):
+    """Runs a graph with pairs in place of complex tensors."""
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        return _pair(value) if isinstance(value, torch.Tensor) and value.is_complex() else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_pair)
+        node = self._node
+        if not any(map(_is_pair, leaves)) and not _makes_complex(node):
+            return super().call_function(target, args, kwargs)
+        name = op_of(node)
+        if name in _TABLE or name.partition(".")[0] in _TABLE:
+            return (_TABLE.get(name) or _TABLE[name.partition(".")[0]])(*args, **kwargs)
+        if name.partition(".")[0] in _OF_PARTS and any(map(_is_pair, leaves)):
+            return _by_parts(target, args, kwargs)
+        raise refused(ProgramError(f"aten.{name} of complex numbers is not supported: {COMPLEX}", location(node)), [node])
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return [ops.complex(*value) if _is_pair(value) else value for value in args[0]]
+
+
+def _pair(x: torch.Tensor) -> Pair:
+    parts = aten.view_as_real(x)
+    return Pair(parts.select(-1, 0), parts.select(-1, 1))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Pair)
+
+
+def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
+    """A number or a real tensor as a pair."""
+    if isinstance(value, Pair):
+        return value
+    if isinstance(value, complex):
+        return Pair(value.real, value.imag)
+    return Pair(value, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
+
+
+# Ops that do the same to both parts.
+_WORDS = """
+view reshape _unsafe_view permute transpose t expand slice select unsqueeze squeeze cat stack clone alias detach contiguous index
+index_select gather roll flip split split_with_sizes unbind sum mean cumsum as_strided lift_fresh_copy repeat flatten unflatten diagonal
+unfold tril triu expand_copy permute_copy view_copy copy neg _neg_view index_put slice_scatter select_scatter chunk
+"""
+_OF_PARTS = set(_WORDS.split())
+
+
+def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
+    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # of a list some may be real
+    kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+
+    def of_part(part: int) -> Any:
+        return target(*pytree.tree_map(lambda one: one[part] if _is_pair(one) else one, (tensors, *args[1:]), is_leaf=_is_pair), **kwargs)
+
+    re, im = of_part(0), of_part(1)
+    return [Pair(*both) for both in zip(re, im, strict=True)] if isinstance(re, list | tuple) else Pair(re, im)
+
+
+def _sum(sign: int) -> Callable[..., Any]:
+    def add(a: Any, b: Any, alpha: Any = 1) -> Any:
+        a, b = _as_pair(a), _mul(_as_pair(b), sign * alpha)
+        return Pair(a.re + b.re, a.im + b.im)
+
+    return add
+
+
+def _where(condition: Any, a: Any, b: Any) -> Pair:
+    return Pair(*(torch.where(condition, *parts) for parts in zip(_as_pair(a), _as_pair(b), strict=True)))
+
+
+def _padded(x: Pair, pad: Sequence[int], value: Any = 0) -> Pair:
+    return Pair(*(aten.constant_pad_nd(part, pad, own) for part, own in zip(x, _as_pair(value), strict=True)))
+
+
+def _mul(a: Any, b: Any) -> Any:
+    a, b = (_as_pair(one) if isinstance(one, complex) else one for one in (a, b))
+    if not _is_pair(a) or not _is_pair(b):
+        pair, other = (a, b) if _is_pair(a) else (b, a)
+        return Pair(pair.re * other, pair.im * other)
+    return Pair(a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re)
+
+
+def _reciprocal(x: Pair) -> Pair:
+    """Scales by the larger part, so that squares do not overflow."""
+    scale = torch.maximum(x.re.abs(), x.im.abs())
+    re, im = x.re / scale, x.im / scale
+    norm = (re * re + im * im) * scale
+    return Pair(re / norm, -im / norm)
+
+
+def _div(a: Any, b: Any) -> Any:
+    if isinstance(b, complex):
+        return _mul(a, 1 / b)
+    return _mul(a, _reciprocal(b)) if _is_pair(b) else Pair(a.re / b, a.im / b)
+
+
+def _abs(x: Pair) -> Any:
+    return torch.hypot(x.re, x.im)
+
+
+def _exp(x: Pair) -> Pair:
+    size = torch.exp(x.re)
+    return Pair(size * torch.cos(x.im), size * torch.sin(x.im))
+
+
+def _log(x: Pair) -> Pair:
+    return Pair(torch.log(_abs(x)), torch.atan2(x.im, x.re))
+
+
+def _pow(x: Any, exponent: Any) -> Any:
+    if isinstance(exponent, int | float) and exponent == 2:
+        return _mul(x, x)
+    if isinstance(exponent, int | float) and exponent == -1:
+        return _reciprocal(x)
+    return _exp(_mul(_log(_as_pair(x)), exponent))
+
+
+def _sgn(x: Pair) -> Pair:
+    size = _abs(x)
+    scale = torch.where(size == 0, 0.0, 1 / size)
+    return Pair(x.re * scale, x.im * scale)
+
+
+def _product(target: Callable[..., Any]) -> Callable[..., Any]:
+    def product(a: Any, b: Any) -> Any:
+        a, b = _as_pair(a), _as_pair(b)
+        return Pair(target(a.re, b.re) - target(a.im, b.im), target(a.re, b.im) + target(a.im, b.re))
+
+    return product
+
+
+def _cast(x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
+    if dtype is None:
+        return x
+    if not dtype.is_complex:
+        return (x.re if _is_pair(x) else x).to(dtype)
+    x, real = _as_pair(x if _is_pair(x) else x.to(dtype.to_real())), dtype.to_real()
+    return Pair(x.re.to(real), x.im.to(real))
+
+
+def _full(shape: Any, value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Pair:
+    real = (dtype or torch.complex64).to_real()
+    return Pair(*(torch.full(shape, part, dtype=real, device=device) for part in _as_pair(value)))
+
+
+def _same(is_equal: bool) -> Callable[..., Any]:
+    def compare(a: Any, b: Any) -> Any:
+        a, b = _as_pair(a), _as_pair(b)
+        same = (a.re == b.re) & (a.im == b.im)
+        return same if is_equal else ~same
+
+    return compare
+
+
+# --- Fourier transforms -----------------------------------------------------------------------------------------------
+
+
+def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [rows, columns] of the angles 2 pi i j / size, which are constants of the program."""
+    places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
+    angles = places.to(torch.float64) * (2 * math.pi / size)
+    return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)
+
+
+def _scale(sizes: Sequence[int], normalization: int) -> float:
+    return 1.0 if normalization == 0 else math.prod(sizes) ** (-0.5 if normalization == 1 else -1)
+
+
+def _along(x: Any, dim: int, matrix: torch.Tensor) -> Any:
+    """The product of a matrix [size, new size] with the elements along a dim."""
+    return torch.matmul(x.movedim(dim, -1), matrix).movedim(-1, dim)
+
+
+def _transformed(x: Pair, dim: int, sign: int) -> Pair:
+    """The transform along a dim: sums of x exp(sign 2 pi i j k / size)."""
+    size = x.re.shape[dim]
+    cos, sin = _waves(size, size, size, x.re)
+    re, im = (Pair(_along(part, dim, cos), _along(part, dim, sin)) for part in x)
+    return Pair(re.re - sign * im.im, im.re + sign * re.im)
+
+
+def _c2c(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Pair:
+    x, scale = _as_pair(x), _scale([_as_pair(x).re.shape[dim] for dim in dims], normalization)
+    for dim in dims:
+        x = _transformed(x, dim, -1 if forward else 1)
+    return Pair(x.re * scale, x.im * scale) if scale != 1 else x
+
+
+def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pair:
+    *others, last = dims
+    size, scale = x.shape[last], _scale([x.shape[dim] for dim in dims], normalization)
+    cos, sin = _waves(size, size // 2 + 1 if onesided else size, size, x)
+    made = Pair(_along(x, last, cos * scale), -_along(x, last, sin * scale))
+    for dim in others:
+        made = _transformed(made, dim, -1)
+    return made
+
+
+def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
+    """The real transform of a half of the terms, of which the others are the conjugates."""
+    x, (*others, last) = _as_pair(x), dims
+    scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
+    for dim in others:
+        x = _transformed(x, dim, 1)
+    terms = size // 2 + 1
+    x = Pair(*(part.narrow(last, 0, terms) for part in x))
+    cos, sin = _waves(terms, size, size, x.re)
+    number = torch.arange(terms, device=x.re.device)
+    weight = torch.where((number == 0) | (number * 2 == size), scale, 2 * scale).to(x.re.dtype)[:, None]
+    return _along(x.re, last, cos * weight) - _along(x.im, last, sin * weight)
+
+
+_TABLE: dict[str, Callable[..., Any]] = {
+    "complex": Pair,
+    "polar": lambda size, angle: Pair(size * torch.cos(angle), size * torch.sin(angle)),
+    "view_as_complex": lambda x: Pair(x.select(-1, 0), x.select(-1, 1)),
+    "view_as_real": lambda x: torch.stack((x.re, x.im), -1),
+    "real": lambda x: x.re,
+    "imag": lambda x: x.im,
+    **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda x: Pair(x.re, -x.im)),
+    **dict.fromkeys(("resolve_conj", "resolve_neg"), lambda x: x),
+    "mul": _mul,
+    "div": _div,
+    "reciprocal": _reciprocal,
+    "abs": _abs,
+    "angle": lambda x: torch.atan2(x.im, x.re),
+    "exp": _exp,
+    "log": _log,
+    "pow": _pow,
+    "sgn": _sgn,
+    "eq": _same(True),
+    "ne": _same(False),
+    "isnan": lambda x: torch.isnan(x.re) | torch.isnan(x.im),
+    **{name: _product(getattr(torch, name)) for name in ("mm", "bmm", "matmul", "mv", "dot")},
+    **dict.fromkeys(("_to_copy", "to"), _cast),
+    "full": _full,
+    "zeros": lambda shape, **named: _full(shape, 0, **named),
+    "ones": lambda shape, **named: _full(shape, 1, **named),
+    "scalar_tensor": lambda value, **named: _full((), value, **named),
+    "constant_pad_nd": _padded,
+    "add": _sum(1),
+    "sub": _sum(-1),
+    "rsub": lambda a, b, alpha=1: _sum(-1)(b, a, alpha),
+    "where": _where,
+    "_fft_c2c": _c2c,
+    "_fft_r2c": _r2c,
+    "_fft_c2r": _c2r,
+}

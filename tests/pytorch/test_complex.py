@@ -1,0 +1,81 @@
+"""Complex numbers, which programs compute as pairs of real ones, and Fourier transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+
+
+class Rotary(nn.Module):
+    """Queries that are turned by complex numbers, as Llama's own code does it, behind a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16, bias=False)
+        angles = torch.outer(torch.arange(6.0), 0.5 ** torch.arange(4.0))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: Any) -> Any:
+        heads = self.project(x).unflatten(-1, (2, 8)).float()
+        turned = torch.view_as_complex(heads.unflatten(-1, (4, 2))) * self.turns[:, None]
+        return torch.view_as_real(turned).flatten(-3)
+
+
+class Spectrum(nn.Module):
+    """Terms of every kind of transform, and arithmetic on them."""
+
+    def forward(self, x: Any) -> Any:
+        a = torch.fft.rfft(x, norm="ortho")
+        b = torch.fft.fft2(x) / (2 + 1j) + torch.exp(1j * x)
+        back = torch.fft.irfft(a * a.conj(), n=x.shape[-1])
+        return a, b.abs() * b.angle(), back, torch.fft.hfft(b), torch.matmul(a, a.mT.conj())
+
+
+X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rotary_and_transforms(ranks: int) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary, self.spectrum = Rotary(), Spectrum()
+
+        def forward(self, x: Any) -> Any:
+            return self.rotary(x), self.spectrum(x)
+
+    module = Both().eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), {"x": "tp, -, -", "project.weight": "tp, -"} if ranks > 1 else {}, (X,))
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), module(X), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.extra
+def test_gradients_through_complex_numbers() -> None:
+    module = Rotary()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=True)
+    found = []
+    for one in (model, module):
+        module.zero_grad()
+        one(X).square().mul(torch.arange(16)).sum().backward()
+        found.append(module.project.weight.grad.clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
+def test_an_op_that_is_missing() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.special.log_softmax(x, -1), torch.acos(torch.complex(x, x))
+
+    with pytest.raises(ProgramError, match=r"aten\.acos\.default of complex numbers is not supported: compute with"):
+        hostweave.torch.compile(Module(), hw.Mesh(tp=1), {}, (X,))
