@@ -2,7 +2,8 @@
 condition.
 
 `mutants(host)` gives each error with its program. `judge` tells if the check of results detects it, and if f64 does. `python
-tests/math_mutants.py 6400` judges up to that many mutants over all programs, and prints the table of docs/check.md.
+tests/math_mutants.py 18 others` judges about so many mutants of each program, and prints the table of docs/check.md; `60 training` those
+of training programs, which need PyTorch. `18 others 3 8` judges every eighth program, from number 3 on.
 """
 
 from __future__ import annotations
@@ -320,6 +321,50 @@ def subjects(ranks: int) -> Iterator[Subject]:
         yield subject
 
 
+def training_subjects(ranks: int) -> Iterator[Subject]:
+    """Programs of a module that trains: forward and backward, and a whole step with AdamW."""
+    import torch
+    from torch import nn
+
+    import hostweave as hw
+    import hostweave.torch
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8, bias=False)
+            self.up, self.down = nn.Linear(8, 8 * ranks), nn.Linear(8 * ranks, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.norm(x)).reshape(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+            return x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layers, self.head = nn.Embedding(12, 8), nn.ModuleList([Layer(), Layer()]), nn.Linear(8, 12)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            x = self.table(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    ids = torch.arange(8 * ranks).reshape(2 * ranks, 4) % 12
+    for axis, plan in (
+        ("tp", {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}),
+        ("dp", {"ids": "dp, -", "labels": "dp, -"}),
+    ):
+        mesh = hw.Mesh(**{axis: ranks})
+        trained = hostweave.torch.compile(Model(), mesh, plan, (ids, ids), training=True)
+        module = Model()
+        step = hostweave.torch.compile(module, mesh, plan, (ids, ids), optimizer=torch.optim.AdamW(module.parameters(), lr=0.1))
+        for name, program in (("forward", trained.program), ("backward", trained.backward), ("step", step.program)):
+            yield Subject(f"{name} by {axis} on {ranks} ranks", program.compiled.given, program.compiled.options)
+
+
 def small_llama(ranks: int, decode: bool) -> Fusion:
     """Llama with two layers, which are calls of one function."""
     from hostweave.base.paths import EXAMPLES
@@ -334,9 +379,9 @@ def small_llama(ranks: int, decode: bool) -> Fusion:
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
     """Kind, place and verdict of so many mutants, evenly distributed over programs, with random kinds."""
-    chosen = random.Random(seed)
     each = -(-count // len(of))
     for subject in of:
+        chosen = random.Random(f"{seed} {subject.name}")
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for kind, where, made in mutants(subject.host):
             by_kind[kind].append((where, made))
@@ -347,8 +392,10 @@ def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[s
 
 def main() -> None:
     table: dict[str, Counter[str]] = defaultdict(Counter)
-    programs = [subject for ranks in (4, 3) for subject in subjects(ranks)]
-    for kind, where, verdict in judged(int(sys.argv[1]), programs):
+    part, parts = map(int, sys.argv[3:5] or (0, 1))
+    made = {"others": lambda: [*subjects(4), *subjects(3)], "training": lambda: [*training_subjects(4), *training_subjects(2)]}
+    programs = made[sys.argv[2]]()[part::parts]
+    for kind, where, verdict in judged(int(sys.argv[1]) * len(programs), programs):
         table[kind][verdict] += 1
         if verdict == MISSED:
             print(f"missed: {kind}: {where}", flush=True)
