@@ -77,5 +77,5 @@ def test_lanes_come_apart_where_a_value_decides() -> None:
 
 
 def test_functions_that_are_not_there_are_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"has no np.kron: add it to lanes.py"):
+    with pytest.raises(NotImplementedError, match=r"has no np.kron: add it to functions.py"):
         HASHED.kron(Exact(np.ones((1, 2), int)), 2)

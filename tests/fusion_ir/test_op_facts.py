@@ -14,8 +14,9 @@ from op_examples import EXAMPLES
 import hostweave as hw
 from hostweave.check.results.arithmetic import HASHED, JOINED, dtype_in_lanes, function_of, run_fusion
 from hostweave.check.results.field import PRIME
+from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs
-from hostweave.check.results.lanes import Functions, Lanes, Real, apply
+from hostweave.check.results.lanes import Lanes, Real, apply
 from hostweave.check.results.ranks import REDUCTIONS
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types

@@ -11,7 +11,8 @@ import numpy as np
 from hostweave.check.results import field
 from hostweave.check.results.dual import DUAL
 from hostweave.check.results.field import PRIME, P
-from hostweave.check.results.lanes import LANES, Exact, Functions, Lanes, Real, apply
+from hostweave.check.results.functions import LANES, Functions
+from hostweave.check.results.lanes import Exact, Lanes, Real, apply
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.reference import Arithmetic, evaluate

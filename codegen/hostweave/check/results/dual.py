@@ -14,7 +14,8 @@ import numpy as np
 
 from hostweave.check.results import field
 from hostweave.check.results.field import P
-from hostweave.check.results.lanes import Functions, Lanes, Part, Real
+from hostweave.check.results.functions import Functions
+from hostweave.check.results.lanes import Lanes, Part, Real
 
 TOLERANCE = 1e-6  # of shadows
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from hostweave.check.results.arithmetic import dtype_in_lanes
 from hostweave.check.results.field import PRIME
-from hostweave.check.results.lanes import Exact, Functions, Lanes
+from hostweave.check.results.functions import Functions
+from hostweave.check.results.lanes import Exact, Lanes
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import masks_of

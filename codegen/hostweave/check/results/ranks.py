@@ -17,7 +17,8 @@ from hostweave.check.match_collectives import Meeting
 from hostweave.check.operations import Access, Instances, Layout, Operation
 from hostweave.check.results import field
 from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
-from hostweave.check.results.lanes import Exact, Functions, Lanes, apply
+from hostweave.check.results.functions import Functions
+from hostweave.check.results.lanes import Exact, Lanes, apply
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import bound_attributes

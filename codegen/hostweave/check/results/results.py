@@ -16,8 +16,9 @@ from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.match_collectives import Meeting, meetings
 from hostweave.check.operations import Access, Instances, instruction_text
 from hostweave.check.results.arithmetic import HASHED, JOINED, run_fusion
+from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs, steering_integers
-from hostweave.check.results.lanes import Functions, Lanes
+from hostweave.check.results.lanes import Lanes
 from hostweave.check.results.ranks import Ranks
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Fusion, Op

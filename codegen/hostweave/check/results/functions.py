@@ -1,0 +1,415 @@
+"""The functions of NumPy over arrays in lanes.
+
+The functions of ops and instructions take NumPy as an argument. Over `LANES` they compute all lanes at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from hostweave.check.results.field import P
+from hostweave.check.results.lanes import (
+    Apart,
+    Exact,
+    Lanes,
+    Number,
+    Part,
+    Real,
+    aligned,
+    has_lanes,
+    inner_axes,
+    inner_axis,
+    is_float,
+    key_of,
+    kind_of,
+    reals,
+    snapped,
+    values_of,
+)
+
+# Functions of NumPy that the field does not have, and how elements come into the range in which they are defined.
+_ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
+_OPAQUE: dict[str, Callable[[Part], Part]] = {
+    **dict.fromkeys(_ANYWHERE, lambda x: x),
+    **dict.fromkeys(("log1p", "log2", "log10"), np.abs),
+    **dict.fromkeys(("arcsin", "arccos", "arctanh"), lambda x: x / (1 + np.abs(x))),
+    "arccosh": lambda x: 1 + np.abs(x),
+}
+
+
+class Functions:
+    """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take none."""
+
+    def __init__(self, real: type[Real] = Real):
+        self.real = real
+        self.add = _Add()
+        self.bitwise_and, self.bitwise_or, self.bitwise_xor = (_Bits(name) for name in ("bitwise_and", "bitwise_or", "bitwise_xor"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPAQUE:
+            return lambda *xs: self._opaque(name, *aligned(reals(*xs)))
+        function = getattr(np, name)
+        if not callable(function) or isinstance(function, type):
+            return function
+
+        def plain(*args: Any, **kw: Any) -> Any:
+            if has_lanes((*args, *kw.values())):
+                raise NotImplementedError(f"the check of results has no np.{name}: add it to functions.py")
+            return function(*args, **kw)
+
+        return plain
+
+    # --- of two elements ---
+
+    @staticmethod
+    def subtract(x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return x.added(y.negated())
+        x, y = values_of(x, y)
+        return Exact(x - y)
+
+    @staticmethod
+    def multiply(x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return x.times(y)
+        x, y = values_of(x, y)
+        return Exact(x * y)
+
+    @staticmethod
+    def divide(x: Any, y: Any) -> Any:
+        x, y = reals(x, y)
+        result = x.times(y.inverse())
+        return type(result)(x.value / y.value, *result.parts[1:])
+
+    @staticmethod
+    def negative(x: Any) -> Any:
+        return x.negated() if isinstance(x, Real) else Exact(-x.value)
+
+    def floor_divide(self, x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return self.integer(np.floor, x, x.value / y.value)
+        return Exact(np.floor_divide(*values_of(x, y)))
+
+    def remainder(self, x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            return x - self.floor_divide(x, y) * y
+        return Exact(np.remainder(*values_of(x, y)))
+
+    def power(self, x: Any, y: Any) -> Any:
+        """Returns a product for integer powers, else a random function of both operands."""
+        if not (is_float(x) or is_float(y)):
+            return Exact(np.power(*values_of(x, y)))
+        number = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
+        if number is not None and number == int(number) and 0 <= number <= 64:
+            return reduce(lambda total, _: self.multiply(total, x), range(int(number)), self.multiply(x, 0.0) + 1.0)
+        x, y = reals(x, y)
+        return x.opaque("pow", np.power(np.abs(x.value), y.value), y)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return self._chosen(np.maximum, np.greater, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        return self._chosen(np.minimum, np.less, x, y)
+
+    def _chosen(self, function: Any, is_first: Any, x: Any, y: Any) -> Any:
+        if not (is_float(x) or is_float(y)):
+            return Exact(function(*values_of(x, y)))
+        x, y = reals(x, y)
+        return self.where(Exact(is_first(x.value, y.value) | np.isnan(x.value)), x, y)
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        return self.minimum(self.maximum(x, low), high)
+
+    @staticmethod
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            c, x, y = aligned([Exact.of(condition), *reals(x, y)])
+            return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.parts, y.parts, strict=True)))
+        return Exact(np.where(*values_of(condition, x, y)))
+
+    def fmod(self, x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return x - self.integer(np.trunc, x, x.value / y.value) * y
+        return Exact(np.fmod(*values_of(x, y)))
+
+    @staticmethod
+    def _opaque(name: str, x: Any, *others: Any) -> Any:
+        """A function that the field does not have; of elements where NumPy's is not defined it is that of others."""
+        with np.errstate(all="ignore"):
+            inside = _OPAQUE[name](x.value)
+            return x.opaque(name, getattr(np, name)(inside, *(other.value for other in others)), *others)
+
+    # --- of one element ---
+
+    def exp(self, x: Any) -> Any:
+        return reals(x)[0].exp()
+
+    def log(self, x: Any) -> Any:
+        return reals(x)[0].log()
+
+    def sqrt(self, x: Any) -> Any:
+        if isinstance(x, Number):
+            return np.sqrt(x)
+        return x.opaque("sqrt", np.sqrt(np.abs(x.value)))
+
+    @staticmethod
+    def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
+        return lambda x: x.opaque(function.__name__, np.vectorize(function, otypes=[np.float64])(x.value))
+
+    def abs(self, x: Any) -> Any:
+        return self.where(x > 0, x, -x)
+
+    def sign(self, x: Any) -> Any:
+        return self.integer(np.sign, x) if isinstance(x, Real) else Exact(np.sign(x.value))
+
+    @staticmethod
+    def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Lanes:
+        return type(x).of(Exact(function(snapped(x.value if of is None else of))))
+
+    # --- of whole dims ---
+
+    @staticmethod
+    def sum(x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
+        axes = inner_axes(axis, x.ndim)
+        return (
+            x.summed(axes, keepdims)
+            if isinstance(x, Real)
+            else Exact(np.asarray(np.sum(x.value, axis=axes, keepdims=keepdims, dtype=dtype)))
+        )
+
+    def mean(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return self.sum(x, axis, keepdims) / float(math.prod(x.parts[0].shape[each] for each in inner_axes(axis, x.ndim)))
+
+    def prod(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
+        if not isinstance(x, Real):
+            return Exact(np.asarray(np.prod(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims, dtype=dtype)))
+        rows, shape = _as_rows(x, axis, keepdims)
+        product = reduce(lambda total, i: self.multiply(total, rows[..., i]), range(rows.shape[-1]), self.ones(rows.shape[:-1]))
+        return product.reshape(shape)
+
+    def max(self, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        return self._extreme(np.max, np.argmax, x, axis, keepdims, initial)
+
+    def min(self, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        return self._extreme(np.min, np.argmin, x, axis, keepdims, initial)
+
+    def _extreme(self, function: Any, place: Any, x: Any, axis: Any, keepdims: bool, initial: Any) -> Any:
+        if not isinstance(x, Real):
+            given = {} if initial is None else {"initial": initial}
+            return Exact(np.asarray(function(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims, **given)))
+        rows, shape = _as_rows(x, axis, keepdims)
+        if not rows.shape[-1]:
+            return self.full(shape, initial, np.float64)
+        at = place(rows.value, axis=-1)[..., None]
+        return rows.map(lambda part: np.take_along_axis(part, at, -1)).reshape(shape)
+
+    @staticmethod
+    def argmax(x: Any, axis: int, keepdims: bool = False) -> Any:
+        return Exact(np.argmax(x.value, axis=inner_axis(axis, x.ndim), keepdims=keepdims))
+
+    @staticmethod
+    def argsort(x: Any, axis: int = -1, stable: bool = True) -> Any:
+        values = x.value if isinstance(x, Lanes) else np.asarray(x)[None]
+        return Exact(np.argsort(values, axis=inner_axis(axis, values.ndim - 1), stable=stable))
+
+    @staticmethod
+    def cumsum(x: Any, axis: int, dtype: Any = None) -> Any:
+        along = inner_axis(axis, x.ndim)
+        return x.moduli(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
+
+    @staticmethod
+    def matmul(x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return x.matmul(y)
+        return Exact(np.matmul(*values_of(x, y)))
+
+    # --- elements at other places ---
+
+    @staticmethod
+    def ndim(x: Any) -> int:
+        return x.ndim if isinstance(x, Lanes) else np.ndim(x)
+
+    @staticmethod
+    def asarray(x: Any, dtype: Any = None) -> Any:
+        if isinstance(x, Lanes):
+            return x if dtype is None else x.astype(dtype)
+        return np.asarray(x, dtype)
+
+    @staticmethod
+    def transpose(x: Any, axes: Sequence[int]) -> Any:
+        order = (0, *(axis + 1 for axis in axes))
+        return x.map(lambda part: np.transpose(part, order))
+
+    @staticmethod
+    def expand_dims(x: Any, axis: tuple[int, ...]) -> Any:
+        return x.map(lambda part: np.expand_dims(part, tuple(each + 1 for each in axis)))
+
+    @staticmethod
+    def broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
+        if not isinstance(x, Lanes):
+            return np.broadcast_to(x, shape)
+        missing = (1,) * (len(shape) - x.ndim)
+        return x.map(lambda part: np.broadcast_to(part.reshape(len(part), *missing, *part.shape[1:]), (len(part), *shape)))
+
+    def broadcast_arrays(self, *xs: Any) -> list[Any]:
+        shape = np.broadcast_shapes(*(x.shape for x in xs))
+        return [self.broadcast_to(Exact.of(x), shape) for x in xs]
+
+    @staticmethod
+    def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
+        at, along = Exact.of(indices).value, inner_axis(axis, x.ndim)
+        lanes = max(len(at), x.lanes)
+        at = np.broadcast_to(at, (lanes, *at.shape[1:]))
+        return x.map(lambda part: np.take_along_axis(np.broadcast_to(part, (lanes, *part.shape[1:])), at, along))
+
+    def concatenate(self, xs: Sequence[Any], axis: int = 0) -> Any:
+        return _joined(xs, lambda parts, ndim: np.concatenate(parts, inner_axis(axis, ndim)))
+
+    def stack(self, xs: Sequence[Any]) -> Any:
+        return _joined(xs, lambda parts, ndim: np.stack(parts, 1))
+
+    def split(self, x: Any, count: int, axis: int = 0) -> list[Any]:
+        pieces = [np.split(part, count, inner_axis(axis, x.ndim)) for part in x.parts]
+        return [type(x)(*parts) for parts in zip(*pieces, strict=True)]
+
+    @staticmethod
+    def pad(x: Any, widths: Sequence[tuple[int, int]], constant_values: Any = 0) -> Any:
+        values = x.like(constant_values).parts
+        return type(x)(*(np.pad(part, [(0, 0), *widths], constant_values=value[0]) for part, value in zip(x.parts, values, strict=True)))
+
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> Any:
+        array = np.full(shape, value, dtype)
+        return self.real.of(array) if array.dtype.kind == "f" else Exact(array[None])
+
+    def zeros(self, shape: Any, dtype: Any = float) -> Any:
+        return self.full(shape, 0, dtype)
+
+    def ones(self, shape: Any, dtype: Any = float) -> Any:
+        return self.full(shape, 1, dtype)
+
+    def zeros_like(self, x: Any) -> Any:
+        return self.full(x.shape, 0, x.dtype)
+
+    def ones_like(self, x: Any) -> Any:
+        return self.full(x.shape, 1, x.dtype)
+
+    @staticmethod
+    def nonzero(x: Any) -> Any:
+        return np.nonzero(x.alone() if isinstance(x, Lanes) else x)
+
+
+def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> Lanes:
+    kind: type[Lanes] = kind_of(xs) if any(map(is_float, xs)) else Exact
+    arrays = [kind.of(x) for x in xs]
+    lanes = max(x.lanes for x in arrays)
+    of_each = zip(*(x.parts for x in arrays), strict=True)
+    return type(arrays[0])(
+        *(function([np.broadcast_to(part, (lanes, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in of_each)
+    )
+
+
+def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]:
+    """Returns the array with the reduced dims as its last one, and the shape of the result."""
+    axes = inner_axes(axis, x.ndim)
+    whole = x.parts[0].shape
+    kept = [i for i in range(1, len(whole)) if i not in axes]
+    count = math.prod(whole[i] for i in axes)
+    rows = x.map(lambda part: np.transpose(part, (0, *kept, *axes)).reshape(len(part), *(whole[i] for i in kept), count))
+    shape = tuple(1 if i in axes else whole[i] for i in range(1, len(whole)) if keepdims or i not in axes)
+    return rows, shape  # type: ignore[return-value]
+
+
+class _Add:
+    """numpy.add: the sum, and `at`, which adds at indices."""
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        if is_float(x) or is_float(y):
+            x, y = reals(x, y)
+            return x.added(y)
+        x, y = values_of(x, y)
+        return Exact(x + y)
+
+    @staticmethod
+    def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
+        key = key_of(where)
+        added = x.like(y)
+        if added.lanes > x.lanes:  # of which x has one, and it is written to in place
+            raise Apart
+        for part, new in zip(x.parts, added.parts, strict=True):
+            np.add.at(part, key, new)
+            if isinstance(x, Real) and part is not x.value:
+                part %= P
+
+
+class _Bits:
+    """numpy.bitwise_and and its like: a function of two operands, and its reduction."""
+
+    def __init__(self, name: str):
+        self.function = getattr(np, name)
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        return Exact(self.function(*values_of(x, y)))
+
+    def reduce(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return Exact(np.asarray(self.function.reduce(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims)))
+
+
+# --- functions that differ in a word ----------------------------------------------------------------------------------
+
+
+def _comparison(name: str) -> Callable[[Any, Any], Any]:
+    """Compares shadows. Numbers with equal elements are equal: they are one number, computed in two ways."""
+    function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
+
+    def compared(x: Any, y: Any) -> Any:
+        if not (is_float(x) or is_float(y)):
+            return Exact(function(*values_of(x, y)))
+        x, y = reals(x, y)
+        same = x.is_same(y) & (np.isfinite(x.value) == np.isfinite(y.value))
+        return Exact(function(x.value, y.value) & ~same if is_strict else function(x.value, y.value) | same)
+
+    return compared
+
+
+def _of_two_exact(name: str) -> Callable[[Any, Any], Any]:
+    return lambda x, y: Exact(getattr(np, name)(*values_of(x, y)))
+
+
+def _of_one_value(name: str) -> Callable[[Any], Any]:
+    return lambda x: Exact(getattr(np, name)(x.value))
+
+
+def _to_integers(name: str) -> Callable[[Any], Any]:
+    return lambda x: Functions.integer(getattr(np, name), x)
+
+
+def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
+    for name in names.split():
+        setattr(Functions, name, staticmethod(make(name)))
+
+
+_add(_comparison, "less greater not_equal less_equal greater_equal equal")
+_add(_of_two_exact, "logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
+_add(_of_one_value, "isneginf isnan isfinite logical_not bitwise_invert")
+_add(_to_integers, "floor ceil trunc round")
+_MOVED: dict[str, Callable[..., Any]] = {
+    "copy": lambda x: x.copy(),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "swapaxes": lambda x, one, other: x.map(lambda part: np.swapaxes(part, inner_axis(one, x.ndim), inner_axis(other, x.ndim))),
+    "repeat": lambda x, count, axis: x.map(lambda part: np.repeat(part, count, inner_axis(axis, x.ndim))),
+    "flip": lambda x, axis: x.map(lambda part: np.flip(part, inner_axis(axis, x.ndim))),
+    "take": lambda x, indices, axis: x.map(lambda part: np.take(part, indices, inner_axis(axis, x.ndim))),
+}
+_add(_MOVED.__getitem__, " ".join(_MOVED))
+
+LANES = Lanes.functions = Functions()
