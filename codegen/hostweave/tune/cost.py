@@ -31,7 +31,7 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
 )
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which the inner dim is split if there are few tiles
-READS = 0.85  # read bandwidth of a memory-bound matmul, relative to a copy kernel
+READS = 0.79  # read bandwidth of a memory-bound matmul, relative to a copy kernel
 EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 PACKETS = 190e9  # bytes per second that the kernel sends; half of them are payload
 ATTENTION = 0.74  # share of the tensor cores' rate that 16-bit attention reaches; our own kernels take about 32 times as long
@@ -61,13 +61,20 @@ class Product:
         if not self.count * self.rows * self.columns:
             return 0.0
         computed = min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
-        elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / (machine.memory * READS))
+        return machine.launch + max(computed, self._moved(machine))
 
     def share(self, machine: Machine) -> float:
-        """Part of the multiprocessors that its tiles occupy, from 0 to 1: another product can run on the rest."""
+        """Part of the GPU that it takes, from 0 to 1: another product can run on the rest.
+
+        The greater of the multiprocessors that its tiles occupy and of the memory's bandwidth that it needs.
+        """
         tiles = self.count * ceil(self.rows / 128) * ceil(self.columns / 256)
-        return min(1.0, tiles / machine.multiprocessors)
+        return min(1.0, max(tiles / machine.multiprocessors, self._moved(machine) / max(self.seconds(machine) - machine.launch, 1e-12)))
+
+    def _moved(self, machine: Machine) -> float:
+        """Seconds to read the operands and to write the result."""
+        elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return self.count * elements * self.dtype.itemsize / (machine.memory * READS)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """One of `chunks` equal parts, split by rows or by columns."""

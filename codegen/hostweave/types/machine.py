@@ -135,7 +135,7 @@ H200 = Machine(
     multiprocessors=132,
     flops=850e12,
     wave=1e-6,
-    memory=4.0e12,
+    memory=4.29e12,
     launch=2e-6,
     links=(
         Link("collective", 2, ((16 * KB, 9.5e-6), (MB, 19.2e-6), (16 * MB, 92e-6), (64 * MB, 292e-6), (256 * MB, 1049e-6))),

@@ -1,6 +1,6 @@
 // weights_by_columns on mesh(dp=4). The host IR is in program.hw.
-// all_down of weights_by_columns, predicted: put(4) 44.5 us, put(1) 44.6 us, none 93.0 us
-// all_up of weights_by_columns, predicted: put(4) 189.9 us, none 106.0 us, put(1) 171.2 us
+// all_down of weights_by_columns, predicted: put(4) 44.5 us, put(1) 43.2 us, none 91.8 us
+// all_up of weights_by_columns, predicted: put(4) 189.9 us, none 106.0 us, put(1) 170.9 us
 #pragma once
 #include <cuda_runtime_api.h>
 
