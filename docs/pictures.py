@@ -1,23 +1,20 @@
 """The pictures of the documentation: `python docs/pictures.py` writes docs/images/*.svg.
 
-speed.svg has the figures of figures.json, layer.svg the timelines that the compiler predicts; the others show terms.
+speed.svg has the figures of figures.json, and layer.svg the times of layer.json, which GPUs measured; the others show terms.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 import hostweave as hw
 from hostweave.cli.memory_plan import memory_plan
-from hostweave.cli.programs import load_file, load_program
+from hostweave.cli.programs import load_program
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.pipeline import lower
-from hostweave.timeline.events import COMPUTE, WAITING, Timeline
-from hostweave.types.machine import H200
 
 HERE = Path(__file__).parent
 IMAGES, ROOT = HERE / "images", HERE.parent
@@ -80,37 +77,37 @@ def speed() -> str:
 
 
 def layer() -> str:
-    """A layer in sequence, and as the compiler overlaps it: rank 0 of 2, each stream a line."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # for what the benchmark imports
-    benchmark = load_file(ROOT / "benchmarks" / "sequence_parallel.py")
-    made = []
-    for overlap in ("off", "auto"):
-        options = hw.Options(sizes=benchmark.sizes_of(8192), overlap=overlap, machine=H200, check=False)
-        made.append(hw.compile(benchmark.fusion_of(2), options=options).predict().predicted)
-    end = max(timeline.micros for timeline in made)
+    """A layer by this package, and by the fastest way of PyTorch, as torch.profiler saw one call of each on rank 0. A line is a stream.
+
+    `python benchmarks/sequence_parallel.py profile docs/layer.json` measures it.
+    """
+    found = json.loads((HERE / "layer.json").read_text())
+    end = max(event[3] for events in found["calls"].values() for event in events)
     parts, y = list[str](), 10.0
-    for timeline, title in zip(made, ("in sequence", "as compiled: chunks of communication beside the matmuls"), strict=True):
-        parts.append(text(10, y + 14, f"{title}: {timeline.micros / 1e3:.2f} ms", "title"))
-        lines, height = _lanes(timeline, y + 24, end)
+    for name, events in sorted(found["calls"].items()):
+        title = "Hostweave" if name == "ours" else f"PyTorch, {name.removeprefix('torch ')}"
+        parts.append(text(10, y + 14, f"{title}: {max(event[3] for event in events) / 1e3:.2f} ms", "title"))
+        lines, height = _lanes(events, y + 24, end)
         parts += lines
         y += height + 40
-    legend = ((10, "a", "computes"), (110, "b", "communicates"), (240, "none", "waits"))
+    legend = ((10, "a", "computes"), (110, "b", "communicates, or copies between GPUs"))
     for x, kind, words in legend:
         parts += [rect(x, y, 12, 12, kind), text(x + 18, y + 11, words, "small")]
-    parts.append(text(WIDTH - 10, y + 11, f"layer of Llama 3 70B at TP 8 shapes, 8192 tokens; {made[0].basis}", "small", "end"))
-    return svg("Timeline of one layer: in sequence above, overlapped below", y + 24, parts)
+    gpus, _, torch, nccl, *_ = found["machine"].split("; ")
+    about = f"{gpus.split(', driver')[0]}, {torch}, {nccl}"
+    parts.append(text(10, y + 32, f"layer of Llama 3 70B at TP 8 shapes, {found['tokens']} tokens, measured on {about}", "small"))
+    return svg("Timeline of one layer, measured: Hostweave above, PyTorch below", y + 46, parts)
 
 
-def _lanes(timeline: Timeline, y: float, end: float) -> tuple[list[str], float]:
-    own = timeline.of_rank(0)
-    streams = [stream for stream in timeline.streams if any(event.stream == stream for event in own)]
+def _lanes(events: Sequence[tuple[int, str, float, float]], y: float, end: float) -> tuple[list[str], float]:
+    streams = list(dict.fromkeys(event[0] for event in events))
     left, scale, parts = 90, (WIDTH - 100) / end, list[str]()
-    for event in own:
-        kind = "none" if event.kind == WAITING else "a" if event.kind == COMPUTE else "b"
-        at = y + 20 * streams.index(event.stream)
-        if event.micros > 0.2:
-            parts.append(rect(left + event.start * scale, at, event.micros * scale, 16, kind, f"{event.name}: {event.micros:.0f} us"))
-    parts += [text(10, y + 20 * number + 12, stream, "small") for number, stream in enumerate(streams)]
+    for stream, name, begin, stop in events:
+        kind = "b" if any(word in name for word in ("PtoP", "nccl", "barrier")) else "a"
+        if stop - begin > 0.2:
+            at = y + 20 * streams.index(stream)
+            parts.append(rect(left + begin * scale, at, (stop - begin) * scale, 16, kind, f"{name}: {stop - begin:.0f} us"))
+    parts += [text(10, y + 20 * number + 12, f"stream {number}", "small") for number in range(len(streams))]
     return parts, 20.0 * len(streams)
 
 
