@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-_EXPORTED: dict[Any, Any] = {}  # of modules that tests share, each with the same inputs
+_EXPORTED: dict[Any, Any] = {}  # of modules that tests share, each with the same inputs, by training or not
 
 
 @pytest.fixture
@@ -16,9 +16,10 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     export = hostweave.torch.exported
 
     def exported(module: Any, *arguments: Any) -> Any:
-        if module not in _EXPORTED:
-            _EXPORTED[module] = export(module, *arguments)
-        return _EXPORTED[module]
+        key = module, arguments[-1]
+        if key not in _EXPORTED:
+            _EXPORTED[key] = export(module, *arguments)
+        return _EXPORTED[key]
 
     monkeypatch.setattr(hostweave.torch, "exported", exported)
 

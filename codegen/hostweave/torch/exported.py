@@ -102,15 +102,31 @@ def _is_users(file: str) -> bool:
     return not file.startswith((_TORCH, "<"))
 
 
+_MATERIALIZE = "torch._export.utils._materialize_cpp_cia_ops"
+_materialize = getattr(torch._export.utils, _MATERIALIZE.rpartition(".")[2], lambda: None)
+_materialized: list[str] = []  # composite ops that torch.ops has
+
+
+def _materialize_once() -> None:
+    """Puts the composite ops of C++ into torch.ops, if the application has registered more of them since."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    if registered != _materialized:
+        _materialize()
+        _materialized[:] = registered
+
+
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """While it lasts, torch neither logs what its errors say, too, nor prints the graph that it has of a module that fails."""
+    """While it lasts, torch neither logs what its errors say, too, nor prints the graph that it has of a module that fails.
+
+    It also looks up each composite op once, and not once for each namespace of ops in each export.
+    """
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     before = [logger.disabled for logger in loggers]
     try:
         for logger in loggers:
             logger.disabled = True
-        with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+        with patch("torch.export._trace.print", lambda *_, **__: None, create=True), patch(_MATERIALIZE, _materialize_once, create=True):
             yield
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
