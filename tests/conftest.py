@@ -26,6 +26,7 @@ OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the 
 
 # Long tests, which start first, so that no worker ends with one.
 LONGEST = (
+    "test_processes.py",  # one worker runs all of it
     "test_export.py",
     "test_exported_library.py",
     "test_programs_of_unusual_names",
@@ -36,12 +37,15 @@ LONGEST = (
     "test_one_sided_mutations.py",
     "test_faults.py",
     "test_every_op_compiles_for_cuda",
+    "test_hangs.py",
+    "test_scripts.py",
     "test_kernels_compute_what_numpy_does",
     "tests/conformance",
     "test_inference.py",
     "test_inspect_shows_one_function",
     "test_random_blocks.py",
     "test_docs.py",
+    "tests/pytorch",
 )
 
 

@@ -114,8 +114,9 @@ def test_mistakes() -> None:
     fails("the weight of up is of torch.float64; use bfloat16", "row")
 
 
-def test_training_stays_near_that_of_bf16() -> None:
-    """A Llama of 4 layers, 50 steps: the loss is within 1%."""
+@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_training_stays_near_that_of_bf16(steps: int) -> None:
+    """A Llama of 4 layers: after 50 steps, too, the loss is within 1%."""
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -136,10 +137,10 @@ def test_training_stays_near_that_of_bf16() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         example = {"input_ids": tokens, "labels": tokens}
         step = hostweave.torch.compile(WithLoss(model), hw.Mesh(tp=2), {}, example, optimizer=optimizer, fp8=fp8)
-        losses.append([float(step(**example)) for _ in range(50)])
+        losses.append([float(step(**example)) for _ in range(steps)])
     plain, scaled = losses
     assert scaled != plain
-    assert scaled[-1] < 0.9 * scaled[0]
+    assert scaled[-1] < (0.9 if steps > 5 else 1) * scaled[0]
     assert abs(scaled[-1] - plain[-1]) < 0.01 * plain[-1]
 
 

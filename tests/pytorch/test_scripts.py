@@ -37,7 +37,10 @@ def by_torchrun(place: str, ranks: int, script: str, *arguments: str | Path) -> 
 @everywhere
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(1, ["vit"]), (2, ["llama"]), (4, ["bert"]), pytest.param(2, ["gpt2", "bert", "vit"], marks=pytest.mark.slow)],  # minutes
+    [
+        (2, ["llama"]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "bert", "vit"]))),  # minutes
+    ],
 )
 def test_processes_compute_and_train_models(place: str, ranks: int, names: list[str]) -> None:
     lines = by_torchrun(place, ranks, "model_process.py", *names)

@@ -154,12 +154,16 @@ def test_values_are_those_of_the_real_headers(tmp_path: Path, real_headers: list
 
 
 @needs_cuda
-def test_object_compiled_against_the_real_headers_links_and_runs(device: Device, tmp_path: Path, real_headers: list[str]) -> None:
-    program = tmp_path / "real_program.o"
+def test_object_compiled_against_the_real_headers_links_and_runs(tmp_path: Path, real_headers: list[str]) -> None:
+    device, program = Device(tmp_path), tmp_path / "real_program.o"
     options = ["-std=c++20", "-O0", f"-I{HERE}"]
-    run(["g++", *options, *real_headers, "-c", HERE / "ag_matmul_p2p" / "program.cpp", "-o", program])
     driver = tmp_path / "real_driver.o"
-    run(["g++", *options, f"-I{CPU / 'include'}", "-c", HERE / "ag_matmul.cpp", "-o", driver])
+    compile_all(
+        [
+            ["g++", *options, *real_headers, "-c", HERE / "ag_matmul_p2p" / "program.cpp", "-o", program],
+            ["g++", *options, f"-I{CPU / 'include'}", "-c", HERE / "ag_matmul.cpp", "-o", driver],
+        ]
+    )
     run(["g++", program, driver, *device.link, "-o", tmp_path / "ag_matmul_real"])
     words = run([tmp_path / "ag_matmul_real", "mixed", "0", "10", "ranks=4"])
     assert words.startswith("right 10 ")
