@@ -30,13 +30,13 @@ ROUNDS, REPETITIONS = 3, 5
 def main() -> None:
     print_machine()
     ranks = len(gpus())
-    programs = {"gathers": _compiled(ranks, "rows", multiplies=False), "layers": _compiled(ranks, "")}
+    programs = {"gathers": compiled_for(ranks, "rows", multiplies=False), "layers": compiled_for(ranks, "")}
     for layout in ("rows", "columns", "rows of transposes"):
-        programs[f"by {layout}, in sequence"] = _compiled(ranks, layout, overlap="off")
-        programs[f"by {layout}, as chosen"] = chosen = _compiled(ranks, layout)
+        programs[f"by {layout}, in sequence"] = compiled_for(ranks, layout, overlap="off")
+        programs[f"by {layout}, as chosen"] = chosen = compiled_for(ranks, layout)
         for name, chunks in (("NCCL's kernels", 0), ("copy engines", 1), ("copy engines, shard by shard", ranks)):
             if stated := {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}:
-                programs[f"by {layout}, by {name}"] = _compiled(ranks, layout, ways=stated)
+                programs[f"by {layout}, by {name}"] = compiled_for(ranks, layout, ways=stated)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hw.Program.build, programs.values()))
     times: dict[str, list[float]] = {name: [] for name in programs}
@@ -60,7 +60,7 @@ def main() -> None:
             print(f"  {name}: {medians[name]:.3f} ms, {hidden:.2f} of the communication is hidden", flush=True)
 
 
-def _compiled(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
+def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
     """Layers with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated ones; or the gathers alone."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 

@@ -43,8 +43,8 @@ class Ranks:
     """Processes of the ranks, their output, and their termination."""
 
     def __init__(self, environments: list[dict[str, str]], *arguments: str):
-        self._lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
-        self._said: list[list[str]] = [[] for _ in environments]
+        self.lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
+        self.said: list[list[str]] = [[] for _ in environments]
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), *arguments],
@@ -57,28 +57,28 @@ class Ranks:
             )
             for one in environments
         ]
-        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in range(len(environments))]
-        for reader in self._readers:
+        self.readers = [threading.Thread(target=self.read, args=(rank,), daemon=True) for rank in range(len(environments))]
+        for reader in self.readers:
             reader.start()
 
-    def _read(self, rank: int) -> None:
+    def read(self, rank: int) -> None:
         stdout = self.processes[rank].stdout
         assert stdout is not None
         for line in stdout:
-            self._said[rank].append(line)
-            self._lines[rank].put(line.strip())
-        self._lines[rank].put(None)
+            self.said[rank].append(line)
+            self.lines[rank].put(line.strip())
+        self.lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
         """Next line of a rank with that prefix. Other lines are warnings of libraries, or the watchdog's report."""
         deadline = time.monotonic() + seconds
         while True:
             try:
-                line = self._lines[rank].get(timeout=max(0.01, deadline - time.monotonic()))
+                line = self.lines[rank].get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                pytest.fail(f"rank {rank} hangs; it said:\n{''.join(self._said[rank])}")
+                pytest.fail(f"rank {rank} hangs; it said:\n{''.join(self.said[rank])}")
             if line is None:
-                pytest.fail(f"rank {rank} has ended; it said:\n{''.join(self._said[rank])}")
+                pytest.fail(f"rank {rank} has ended; it said:\n{''.join(self.said[rank])}")
             if line.startswith(beginning or "rank "):
                 return line
 
@@ -95,7 +95,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, reader in zip(self.processes, self._readers, strict=True):
+        for process, reader in zip(self.processes, self.readers, strict=True):
             process.kill()
             process.wait()
             reader.join(SECONDS)

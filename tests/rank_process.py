@@ -193,8 +193,8 @@ def run_graphs(rank: Rank) -> None:
             which = 3 if call == 18 and rank.group.rank else call * (rank.group.rank + 1) % 3
             rank.check(fusion, values, program(*sets[which], out=out))
         (local,) = (one for running, one in rank.group.programs.items() if running.compiled is program.compiled)
-        assert local._common_graphs.agreed
-        assert local._native.graphs == (4 if rank.group.rank else 3)
+        assert local.common_graphs.agreed
+        assert local.native.graphs == (4 if rank.group.rank else 3)
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: calls are graphs")
 

@@ -422,11 +422,11 @@ def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch:
     for source in sources:
         source.write_text("\n" * int(source.stem))
     monkeypatch.setattr(make, "CORES", 2)
-    assert make._merged(sources, tmp_path) == ["unit_0.cpp", "unit_1.cpp"]
+    assert make.merged(sources, tmp_path) == ["unit_0.cpp", "unit_1.cpp"]
     for unit, sizes in (("unit_0.cpp", (5, 3, 1)), ("unit_1.cpp", (4, 2))):
         assert (tmp_path / unit).read_text() == "".join(f'#include "{tmp_path / f"{size}.cpp"}"\n' for size in sizes)
     monkeypatch.setattr(make, "CORES", 8)
-    assert len(make._merged(sources, tmp_path)) == 5
+    assert len(make.merged(sources, tmp_path)) == 5
 
 
 def test_a_broken_module(empty_cache: Path) -> None:
@@ -488,23 +488,23 @@ class Hanging:
     """A compiler that starts another process and does not end."""
 
     def __init__(self, folder: Path):
-        self.path, self._started = folder / "hanging-c++", folder / "started"
-        self.path.write_text(f"#!/bin/sh\nsleep 1000 & echo $$ $! >> {self._started}\nwait\n")
+        self.path, self.started = folder / "hanging-c++", folder / "started"
+        self.path.write_text(f"#!/bin/sh\nsleep 1000 & echo $$ $! >> {self.started}\nwait\n")
         self.path.chmod(0o755)
 
     def wait_until_it_runs(self) -> list[int]:
         deadline = time.monotonic() + 60
-        while not (found := self._started.read_text().split() if self._started.exists() else []) and time.monotonic() < deadline:
+        while not (found := self.started.read_text().split() if self.started.exists() else []) and time.monotonic() < deadline:
             time.sleep(0.01)
         return [int(process) for process in found]
 
     def expect_gone(self) -> None:
         deadline = time.monotonic() + 10
-        while (left := [process for process in self.wait_until_it_runs() if self._runs(process)]) and time.monotonic() < deadline:
+        while (left := [process for process in self.wait_until_it_runs() if self.runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not left
 
-    def _runs(self, process: int) -> bool:
+    def runs(self, process: int) -> bool:
         try:
             return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except OSError:

@@ -49,23 +49,23 @@ class Arrays:
 
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
-        self.given = [torch.from_dlpack(empty(block.shape, v.type.dtype, "cuda")) for v, block in self._blocks(seed=0)]
+        self.given = [torch.from_dlpack(empty(block.shape, v.type.dtype, "cuda")) for v, block in self.blocks(seed=0)]
 
-    def _blocks(self, seed: int) -> list[tuple[Any, Any]]:
+    def blocks(self, seed: int) -> list[tuple[Any, Any]]:
         self.values = integer_arrays(self.fusion, self.sizes, seed)
-        return [(v, self._block(v, self.values[v.name])) for v in self.fusion.inputs]
+        return [(v, self.block(v, self.values[v.name])) for v in self.fusion.inputs]
 
-    def _block(self, value: Any, array: Any) -> Any:
+    def block(self, value: Any, array: Any) -> Any:
         return array[block_of(value.type, self.fusion.mesh, self.rank, array.shape)]
 
     def fill(self, seed: int) -> None:
-        for array, (_, block) in zip(self.given, self._blocks(seed), strict=True):
+        for array, (_, block) in zip(self.given, self.blocks(seed), strict=True):
             array.copy_(torch.from_numpy(block.astype("f8")))
 
     def expect(self, results: Any) -> None:
         results = results if isinstance(results, tuple) else (results,)
         for output, got, want in zip(lowered(self.fusion).outputs, results, run_reference(self.fusion, self.values), strict=True):
-            assert (got.double().cpu().numpy() == self._block(output, want).astype("f8")).all(), output.name
+            assert (got.double().cpu().numpy() == self.block(output, want).astype("f8")).all(), output.name
 
 
 def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
@@ -103,8 +103,8 @@ def decide(name: str, group: hw.Group) -> None:
     for call_number in range(2, 20):
         call(call_number * (group.rank + 1) % 3, call_number)
     (one,) = (local for running, local in group.programs.items() if running.compiled is program.compiled)
-    assert one._common_graphs.agreed
-    assert one._native.graphs
+    assert one.common_graphs.agreed
+    assert one.native.graphs
     for _ in range(2):
         larger.fill(0)
         larger.expect(program(*larger.given, group=group))
@@ -112,7 +112,7 @@ def decide(name: str, group: hw.Group) -> None:
             if group.rank == 0:
                 sets[which] = Arrays(fusion, group.rank, 3, in_no_window)
             call(which, which)
-    assert one._common_graphs.agreed
+    assert one.common_graphs.agreed
     group.check()
 
 

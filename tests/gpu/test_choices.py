@@ -59,4 +59,4 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(figures.file_of(gpus())) in lines[-1]
     assert {link.by for link in measured.links} == {"collective", "put", "get"}
     assert all(seconds > 0 for link in measured.links for _, seconds in link.points)
-    figures._read.cache_clear()
+    figures.read.cache_clear()

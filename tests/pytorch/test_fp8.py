@@ -114,7 +114,7 @@ def test_mistakes() -> None:
     fails("the weight of up is of torch.float64; use bfloat16", "row")
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_training_stays_near_that_of_bf16(steps: int) -> None:
     """A Llama of 4 layers: after 50 steps, too, the loss is within 1%."""
     config = transformers.LlamaConfig(
@@ -140,7 +140,7 @@ def test_training_stays_near_that_of_bf16(steps: int) -> None:
         losses.append([float(step(**example)) for _ in range(steps)])
     plain, scaled = losses
     assert scaled != plain
-    assert scaled[-1] < (0.9 if steps > 5 else 1) * scaled[0]
+    assert scaled[-1] < (0.9 if steps > 10 else 1) * scaled[0]
     assert abs(scaled[-1] - plain[-1]) < 0.01 * plain[-1]
 
 

@@ -72,10 +72,10 @@ class Here:
     """A world of one, independent of the environment; with a store, a rank as if in its own process."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
-        self._rank, self._count, self._store = rank, count, store or MemoryStore()
+        self.rank, self.count, self._store = rank, count, store or MemoryStore()
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._rank, self._count
+        return self.rank, self.count
 
     def store(self, group: str, timeout: float) -> Store:
         return self._store

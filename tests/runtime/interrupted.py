@@ -43,33 +43,33 @@ class Interrupted:
     """Programs, and the calls that run until an interrupt comes."""
 
     def __init__(self, moments: random.Random, target: str):
-        self._moments, self._target = moments, target
-        self._kept, self._alone = self._compiled(product(0)), self._compiled(alone)
-        self._torch = __import__("torch") if target == "cuda" else None
+        self.moments, self.target = moments, target
+        self.kept, self.alone = self.compiled(product(0)), self.compiled(alone)
+        self.torch = __import__("torch") if target == "cuda" else None
 
-    def _compiled(self, fusion: hw.Fusion) -> hw.Program:
-        return hw.compile(fusion, target=self._target)
+    def compiled(self, fusion: hw.Fusion) -> hw.Program:
+        return hw.compile(fusion, target=self.target)
 
-    def _local(self, array: np.ndarray, rank: int = 0) -> object:
-        return self._torch.from_numpy(array).cuda(rank) if self._torch else array
+    def local(self, array: np.ndarray, rank: int = 0) -> object:
+        return self.torch.from_numpy(array).cuda(rank) if self.torch else array
 
-    def _expect(self, result: object, added: int = 0) -> None:
-        np.testing.assert_array_equal(result.cpu().numpy() if self._torch and hasattr(result, "cpu") else result, X @ W + added)
+    def expect(self, result: object, added: int = 0) -> None:
+        np.testing.assert_array_equal(result.cpu().numpy() if self.torch and hasattr(result, "cpu") else result, X @ W + added)
 
     def run(self) -> None:
-        program = self._kept if self._moments.random() < 0.8 else self._compiled(product(0))
+        program = self.kept if self.moments.random() < 0.8 else self.compiled(product(0))
         while True:
-            self._expect(program.run(X, W))
+            self.expect(program.run(X, W))
 
     def call(self) -> None:
-        group, x, w = own_group(), self._local(X), self._local(W)
+        group, x, w = own_group(), self.local(X), self.local(W)
         while True:
-            self._expect(self._alone(x, w, group=group))
+            self.expect(self.alone(x, w, group=group))
 
     def capture(self) -> None:
-        step = self._alone.capture(self._local(X), self._local(W), group=own_group())
+        step = self.alone.capture(self.local(X), self.local(W), group=own_group())
         while True:
-            self._expect(step())
+            self.expect(step())
 
     def threads(self) -> None:
         provider = hw.Threads(RANKS)
@@ -77,21 +77,21 @@ class Interrupted:
         def rank(rank: int) -> None:
             hw.init(provider)
             rows = len(X) // RANKS
-            x, w = (self._local(array, rank) for array in (np.ascontiguousarray(X[rows * rank : rows * (rank + 1)]), W))
+            x, w = (self.local(array, rank) for array in (np.ascontiguousarray(X[rows * rank : rows * (rank + 1)]), W))
             while True:
-                self._expect(self._kept(x, w))
+                self.expect(self.kept(x, w))
 
         provider.run(rank)
 
     def compile(self) -> None:
-        added = self._moments.randrange(10**9)
+        added = self.moments.randrange(10**9)
         while True:
             added += 1
-            self._compiled(product(added)).build()
+            self.compiled(product(added)).build()
 
     def works(self) -> None:
-        self._expect(self._kept.run(X, W))
-        self._expect(self._alone(self._local(X), self._local(W), group=own_group()))
+        self.expect(self.kept.run(X, W))
+        self.expect(self.alone(self.local(X), self.local(W), group=own_group()))
 
 
 def own_group() -> hw.Group:

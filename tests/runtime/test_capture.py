@@ -172,15 +172,15 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
         (one,) = group.programs.values()
         for i in (*random.permutation(3), *random.integers(3, size=26)):
             call(*sets[i])
-            assert one._common_graphs.agreed == (len(results) >= 8)  # from call 9: some arrays were new before call 5
-        graphs = one._native.graphs
+            assert one.common_graphs.agreed == (len(results) >= 8)  # from call 9: some arrays were new before call 5
+        graphs = one.native.graphs
         call(*sets[0] if rank else new())
-        assert one._native.graphs == graphs + (rank == 0)
+        assert one.native.graphs == graphs + (rank == 0)
         program(*local(fusion, larger, rank))
         fresh = [new() for _ in range(40)]
         for i, mine in enumerate(fresh):
             call(*sets[0] if rank or i in (0, 1) else mine)
-            assert one._common_graphs.agreed == (len(results) < 63)  # call 65
+            assert one.common_graphs.agreed == (len(results) < 63)  # call 65
         return results
 
     for result in zip(*threads.run(on_rank), strict=True):
@@ -204,7 +204,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
         for _ in range(8):
             call(first)
         (one,) = group.programs.values()
-        assert one._common_graphs.agreed
+        assert one.common_graphs.agreed
         program(*local(fusion, larger, rank))
         for value in (1, -1):
             first[0][:] *= value
@@ -236,7 +236,7 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
                     want = wanted(whole * repetition, weights["up"], weights["down"])
                     np.testing.assert_array_equal(out, np.split(want, 2)[rank])
             (local,) = hw.init().programs.values()
-            assert local._native.graphs == (0 if repetition == 1 else 16)
+            assert local.native.graphs == (0 if repetition == 1 else 16)
         for rows in (4, 2, 4, 2, 2):
             x = sets[0][: 2 * rows]
             xs[0][:rows] = np.split(x, 2)[rank]

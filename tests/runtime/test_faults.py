@@ -58,13 +58,13 @@ class Device:
     """CPU device: its counters, and injection of failing calls."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
+        self.library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 
     def live(self) -> dict[str, int]:
         return {name: count for name, count in counted().items() if name.startswith("live_")}
 
     def fail(self, call: str, nth: int) -> None:
-        self._library.hw_cpu_fail_call(call.encode(), nth)
+        self.library.hw_cpu_fail_call(call.encode(), nth)
 
 
 @pytest.fixture

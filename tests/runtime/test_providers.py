@@ -275,24 +275,24 @@ class FakeComm:
     """Methods of an mpi4py communicator that MPI() uses, for threads."""
 
     def __init__(self, rank: int, shared: SimpleNamespace):
-        self._rank, self._shared = rank, shared
+        self._rank, self.shared = rank, shared
 
     def Get_rank(self) -> int:
         return self._rank
 
     def Get_size(self) -> int:
-        return int(self._shared.count)
+        return int(self.shared.count)
 
     def bcast(self, value: Any, root: int) -> Any:
         if self._rank == root:
-            self._shared.value = value
-        self._shared.barrier.wait()
-        return self._shared.value
+            self.shared.value = value
+        self.shared.barrier.wait()
+        return self.shared.value
 
     def allgather(self, value: Any) -> list[Any]:
-        self._shared.values[self._rank] = f"{value} {self._rank}" if self._shared.spread else value
-        self._shared.barrier.wait()
-        return list(self._shared.values)
+        self.shared.values[self._rank] = f"{value} {self._rank}" if self.shared.spread else value
+        self.shared.barrier.wait()
+        return list(self.shared.values)
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one host", "several"])

@@ -381,7 +381,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
 
     monkeypatch.setattr(StoreMeeting, "gather", counted)
     if by == "store":  # as if on two hosts
-        monkeypatch.setattr(hw.Group, "_made_board", lambda group: (None,))
+        monkeypatch.setattr(hw.Group, "made_board", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
         for w in (W, W, np.tile(W, (1, 2)), W, np.tile(W, (1, 2))):
@@ -409,7 +409,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
             stand = Stand("twice", 17, 16 + group.rank)
             here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), stand=lambda: stand, close=lambda: None)
             group.programs[program] = here
-            group._members["cuda"] = native
+            group.members["cuda"] = native
             watchdog.Watch(group)
             while native.aborted is None:
                 time.sleep(0.01)
@@ -437,7 +437,7 @@ def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
                 seen.append(group.meeting.left())
 
         seen: list[dict[int, int]] = []
-        group._members["cuda"] = Channel()
+        group.members["cuda"] = Channel()
         group.close()
         return [rank for ranks in seen for rank in ranks if rank == group.rank]
 
@@ -478,7 +478,7 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
         if what == "a call":
             aborted = threading.Event()
             group.programs[program] = SimpleNamespace(progress=("twice", 2, 1, 5.0), close=lambda: None)
-            group._members["cuda"] = SimpleNamespace(abort=lambda _: aborted.set())
+            group.members["cuda"] = SimpleNamespace(abort=lambda _: aborted.set())
             watchdog.Watch(group)
             assert aborted.wait(30)
         elif what == "close":
@@ -503,7 +503,7 @@ def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
         time.sleep(0.3)
         order.append(f"aborted: {reason}")
 
-    group._members["other"] = SimpleNamespace(abort=abort)
+    group.members["other"] = SimpleNamespace(abort=abort)
     watching = threading.Thread(target=group.give_up, args=("a rank is gone",))
     watching.start()
     assert begins.wait(10)

@@ -33,14 +33,14 @@ class Member:
     """A rank without a device, whose work waits until it is aborted."""
 
     def __init__(self, *_: object) -> None:
-        self.stopped, self._stop = "", threading.Event()
+        self.stopped, self.stop = "", threading.Event()
 
     def abort(self, reason: str) -> None:
         self.stopped = self.stopped or f"rank 0: {reason}"
-        self._stop.set()
+        self.stop.set()
 
     def wait(self) -> None:
-        assert self._stop.wait(20)
+        assert self.stop.wait(20)
         raise ExecutionError(f"aborted: {self.stopped}")
 
 

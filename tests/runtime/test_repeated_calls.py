@@ -119,8 +119,8 @@ def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> Non
         seen = [weakref.ref(array) for array in (x, kept, w, *PROGRAM(x, kept, w))]
     del x, kept, w
     assert all(one() is None for one in seen)
-    (program,) = (one for one in hw.init().programs.values() if one._host is PROGRAM.host)
-    assert all(len(table.taken) <= 64 for table in program._arguments.tables.values())
+    (program,) = (one for one in hw.init().programs.values() if one.host is PROGRAM.host)
+    assert all(len(table.taken) <= 64 for table in program.arguments.tables.values())
 
 
 def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:

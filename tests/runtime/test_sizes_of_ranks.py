@@ -14,7 +14,7 @@ from hostweave.base.errors import HostweaveError
 from hostweave.runtime.group import Group
 
 if os.environ.get("BY") == "store":  # as if ranks were on two hosts
-    Group._made_board = lambda group: (None,)
+    Group.made_board = lambda group: (None,)
 
 rank, transport = int(os.environ["RANK"]), os.environ["TRANSPORT"]
 options = hw.Options(transport=transport)
@@ -192,7 +192,7 @@ meetings = [group.meeting.number]
 for rows in (3, 3, 2, 2, 3):
     call(program, rows)
     meetings.append(group.meeting.number - meetings[0])
-print(*meetings[1:], group._board[0] is not None)
+print(*meetings[1:], group.board[0] is not None)
 """
     assert on_two_ranks(script, transport) == [["0 0 1 1 2 True"]] * 2
 

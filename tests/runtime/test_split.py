@@ -111,10 +111,10 @@ class Processes:
     """Ranks that share only a store, like processes."""
 
     def __init__(self, rank: int, count: int, store: Store):
-        self._rank, self._count, self._store = rank, count, store
+        self._rank, self.count, self._store = rank, count, store
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._rank, self._count
+        return self._rank, self.count
 
     def store(self, group: str, timeout: float) -> Store:
         return self._store

@@ -35,16 +35,16 @@ class FakeTorchStore:
     """A torch.distributed store, without torch."""
 
     def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        self._values[key] = value
+        self.values[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return all(key in self.values for key in keys)
 
     def get(self, key: str) -> bytes:
-        return self._values[key]
+        return self.values[key]
 
 
 @contextlib.contextmanager
@@ -126,13 +126,13 @@ def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
     """Including one on which a thread was waiting."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
-        while "late" not in server._waiting:
+        while "late" not in server.waiting:
             time.sleep(0.01)
         store.close()
         other = TcpStore([("127.0.0.1", server.port)], "job", 5)
         other.set("late", b"value")
         other.close()
-    assert store._idle == []
+    assert store.idle == []
 
 
 def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
@@ -206,13 +206,13 @@ TcpStore([("127.0.0.1", {server.port})], "job", 5).get("never", float("{timeout}
 """
     with subprocess.Popen([sys.executable, "-c", script]) as client:
         deadline = time.monotonic() + 30
-        while "never" not in server._waiting and time.monotonic() < deadline:
+        while "never" not in server.waiting and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(server._waiting["never"]) == 1
+        assert len(server.waiting["never"]) == 1
         client.kill()
-    while server._waiting and time.monotonic() < deadline:
+    while server.waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server._waiting == {}
+    assert server.waiting == {}
     tcp_store.set("key", b"value")
     assert tcp_store.get("key", timeout) == b"value"
 
@@ -240,8 +240,8 @@ def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         tcp_store.set("key", b"value")
-        store = TcpStore([tcp_store._address], "job", 5)
-        assert store._idle[0].fileno() > 1023
+        store = TcpStore([tcp_store.address], "job", 5)
+        assert store.idle[0].fileno() > 1023
         assert store.get("key", 0) == b"value"
         store.close()
     finally:
@@ -256,28 +256,28 @@ def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int
 
     async def race() -> bytes | None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.create_task(server._get("key", 0.01, asyncio.StreamReader()))
+        reader = asyncio.create_task(server.get("key", 0.01, asyncio.StreamReader()))
         await asyncio.sleep(0)
 
         def set_after(more: int) -> None:
             if more:
                 loop.call_soon(set_after, more - 1)
             else:
-                server._set("key", b"value")
+                server.set("key", b"value")
 
         loop.call_later(0.0101, set_after, turns)
         time.sleep(0.03)  # both are due at once
         return await reader
 
-    assert asyncio.run_coroutine_threadsafe(race(), server._loop).result(10) in (b"value", None)
-    assert server._waiting == {}
+    assert asyncio.run_coroutine_threadsafe(race(), server.loop).result(10) in (b"value", None)
+    assert server.waiting == {}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_the_store_listens_at_the_address_asked_for_alone(host: str) -> None:
     server = TcpServer([(host, 0)], "job")
     try:
-        assert server._socket.getsockname()[0] in ({"127.0.0.1", "::1"} if host == "localhost" else {host})
+        assert server.socket.getsockname()[0] in ({"127.0.0.1", "::1"} if host == "localhost" else {host})
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.3", server.port), 5)
         store = TcpStore([(host, server.port)], "job", 5)
@@ -292,7 +292,7 @@ def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", property(lambda address: str(address) == "127.0.1.1"))
     for host, bound in (("node0", {"127.0.0.5"}), ("own", {"::", "0.0.0.0"})):
         server = TcpServer([(host, 0)], "job")
-        assert server._socket.getsockname()[0] in bound
+        assert server.socket.getsockname()[0] in bound
         server.close()
     message = r"^the store of rank 0 cannot listen at far \(.*\); set HOSTWEAVE_BIND to one of its host, or 0\.0\.0\.0$"
     with pytest.raises(ExecutionError, match=message):
@@ -312,7 +312,7 @@ def test_names_of_jobs_and_tokens_count_whole() -> None:
 def said_to(server: TcpServer, request: bytes) -> bytes:
     """Response of the server to a client with its secret, until the server closes or waits for more."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
-    connection = store._idle[0]
+    connection = store.idle[0]
     connection.settimeout(0.5)
     connection.sendall(request)
     try:
@@ -358,7 +358,7 @@ def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.M
     monkeypatch.setattr(stores, "_STRANGERS", 20)
     strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
-    assert len(server._strangers) <= 20
+    assert len(server.strangers) <= 20
     assert strangers[0].recv(1) == b""
     store.set("key", b"value")
     monkeypatch.setattr(stores, "_GRACE", 0.1)

@@ -112,16 +112,16 @@ def test_sharded_weights_of_two_gpus() -> None:
     pytest.importorskip("torch", reason="the benchmark compares with it: pip install torch")
     benchmark: Any = load_file(BENCHMARKS / "fsdp.py")
     figures = {"machine": H200, "check": False}
-    chosen = benchmark._compiled(2, "rows", **figures)
+    chosen = benchmark.compiled_for(2, "rows", **figures)
 
     def by(chunks: int) -> hw.Program:
         ways = {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}
-        program: hw.Program = benchmark._compiled(2, "rows", ways=ways, **figures)
+        program: hw.Program = benchmark.compiled_for(2, "rows", ways=ways, **figures)
         return program
 
     programs = {
-        "layers": benchmark._compiled(2, "", **figures),
-        "in sequence": benchmark._compiled(2, "rows", overlap="off", **figures),
+        "layers": benchmark.compiled_for(2, "", **figures),
+        "in sequence": benchmark.compiled_for(2, "rows", overlap="off", **figures),
         "by kernels": by(0),
         "by copies": by(1),
     }

@@ -26,7 +26,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
 from hostweave.transports.transport import Transport
 from hostweave.tune.cost import Product
-from hostweave.tune.explain import _times
+from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
 # A machine whose links and matmuls relate at these sizes as those of GPUs at large ones.
@@ -136,10 +136,10 @@ def test_explain_says_what_a_faster_way_would_gain() -> None:
     assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, and this way was stated", stated)
 
     ways = (Way("none", 0, 100.0), Way("put", 1, 96.0))
-    assert "; put(1) would gain 4.0 us, and at least 5.0 us are wanted" in _times(Choice("h", "layer", ways))
+    assert "; put(1) would gain 4.0 us, and at least 5.0 us are wanted" in times_of(Choice("h", "layer", ways))
     ways = (Way("none", 0, 1000.0), Way("put", 1, 960.0))
-    assert "; put(1) would gain 40.0 us, and at least 50.0 us are wanted" in _times(Choice("h", "layer", ways))
-    assert "gain" not in _times(Choice("h", "layer", ways[::-1]))
+    assert "; put(1) would gain 40.0 us, and at least 50.0 us are wanted" in times_of(Choice("h", "layer", ways))
+    assert "gain" not in times_of(Choice("h", "layer", ways[::-1]))
 
 
 def test_explain_why_not() -> None:
@@ -320,7 +320,7 @@ def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_seconds", lambda *_: 2e-3)
     with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so something else uses them; run it"):
-        list(calibrate._links(H200, 2))
+        list(calibrate.links(H200, 2))
 
 
 def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert figures.keep(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
     assert figures.measured(gpus) == SLOW
     (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
-    figures._read.cache_clear()
+    figures.read.cache_clear()
     with pytest.raises(ProgramError, match=r"Some_GPU_x2.json: holds no figures of a machine"):
         figures.measured(gpus)
 

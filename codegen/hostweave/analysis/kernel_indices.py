@@ -38,10 +38,22 @@ class Iteration:
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """Index space of a kernel.
+    """Index space of a kernel. It is computed once per kernel, which is immutable.
 
     Raises NotOneKernel if the ops need more than one kernel.
     """
+    if "_iteration" not in kernel.__dict__:
+        try:
+            kernel.__dict__["_iteration"] = _iteration(kernel)
+        except NotOneKernel as reason:
+            kernel.__dict__["_iteration"] = str(reason)
+    found: Iteration | str = kernel.__dict__["_iteration"]
+    if isinstance(found, str):
+        raise NotOneKernel(found)
+    return found
+
+
+def _iteration(kernel: Kernel) -> Iteration:
     types = {parameter.name: parameter.type for parameter in kernel.inputs}
     same: dict[Dim, Dim] = {}
     lanes: dict[str, int] = {}

@@ -18,7 +18,7 @@ def file_of(gpus: Sequence[Gpu]) -> Path:
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
     """Figures of these GPUs, or None. Raises ProgramError if the file has other contents."""
-    return _read(file_of(gpus)) if gpus else None
+    return read(file_of(gpus)) if gpus else None
 
 
 def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
@@ -28,12 +28,12 @@ def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
     scratch = path.with_suffix(f".{id(machine):x}")
     scratch.write_text(machine.to_json())
     scratch.rename(path)
-    _read.cache_clear()
+    read.cache_clear()
     return path
 
 
 @cache
-def _read(path: Path) -> Machine | None:
+def read(path: Path) -> Machine | None:
     try:
         return Machine.from_json(path.read_text(), str(path))
     except FileNotFoundError:

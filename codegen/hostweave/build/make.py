@@ -50,7 +50,7 @@ def make_runtime(
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
     options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # unnamed namespaces come from included files here
-    units = _merged(sources, folder)
+    units = merged(sources, folder)
     parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
         cubins = pool.map(carried(cubin), parts)
@@ -65,7 +65,7 @@ def make_runtime(
     run_together([toolchain.link([*map(_object, units)], library, needed, soname)], folder)
 
 
-def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
+def merged(sources: Sequence[Path], folder: Path) -> list[str]:
     """Writes one file per core, which includes some of the sources. Most compile time is spent on the common headers."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}

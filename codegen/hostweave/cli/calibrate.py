@@ -36,7 +36,7 @@ def calibrate() -> Iterator[str]:
     machine = _computing(machine)
     yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"
     for ranks in (ranks for ranks in GROUPS if ranks <= len(gpus)):
-        for link in _links(machine, ranks):
+        for link in links(machine, ranks):
             yield f"{link.by} among {ranks}: {', '.join(f'{size / MB:g} MiB {seconds * 1e6:.1f} us' for size, seconds in link.points)}"
             machine = replace(machine, links=(*machine.links, link))
     known = {link.by for link in machine.links}
@@ -77,7 +77,7 @@ def _negated() -> Fusion:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def _links(machine: Machine, ranks: int) -> Iterator[Link]:
+def links(machine: Machine, ranks: int) -> Iterator[Link]:
     """Returns the bandwidth of a collective, and of a put or a get of one shard. The loop multiplies one column, which takes no time."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))

@@ -144,14 +144,14 @@ class Group:
         self._parts: list[Group] = []  # groups split from this one, which are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
-        self._members: dict[str, Any] = {}  # by target
+        self.members: dict[str, Any] = {}  # by target
         self._watches: list[Watch] = []
         self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # programs called in this group
         self._failure: str | None = None
         self._aborted = threading.Event()  # set when the abort after a failure is done
         self._calls = 0  # number of calls made; the same calls on all ranks
-        self._board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
+        self.board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
         self._waits_on_board = False  # true while it waits for late ranks
         self.compared_calls = 0  # calls of programs whose sizes ranks compare
         self._numbers = count_from(0)
@@ -263,7 +263,7 @@ class Group:
                 part.close()
             for program in list(self.programs.values()):
                 program.close()
-            self._members.clear()
+            self.members.clear()
             for watch in self._watches:
                 watch.end()
             self._close_store()
@@ -291,14 +291,14 @@ class Group:
     def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target. Any program's module can make it, and all programs share it."""
         with self._lock:
-            if target.name not in self._members:
+            if target.name not in self.members:
                 expect_own_devices()
                 device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
                 epoch = self._world.epoch if self._world else ""
-                self._members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
+                self.members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
                 if target.is_asynchronous or not self.in_process:
                     self._watches.append(Watch(self))
-            return self._members[target.name]
+            return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Exchanges what each rank is about to do, which must be the same on all. Returns the signatures of all ranks, by rank.
@@ -330,9 +330,9 @@ class Group:
         """
         deadline = time.monotonic() + self.call_timeout
         try:
-            if self._board is None:
-                self._board = self._made_board()
-            if not (board := self._board[0]):
+            if self.board is None:
+                self.board = self.made_board()
+            if not (board := self.board[0]):
                 return None
 
             def waits() -> None:
@@ -355,7 +355,7 @@ class Group:
         finally:
             self._waits_on_board = False
 
-    def _made_board(self) -> tuple[Board | None]:
+    def made_board(self) -> tuple[Board | None]:
         """Board of all ranks, or None if some rank cannot map it, as on another host. All ranks make it together."""
         if self.hosts > 1 or not self._store:
             return (None,)
@@ -477,7 +477,7 @@ class Group:
         """Aborts all waits for other ranks. Programs can no longer be called in this group, and other groups can use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
-            members = list(self._members.values())
+            members = list(self.members.values())
         if not is_first:
             self._aborted.wait(_ABORTING)
             return

@@ -61,11 +61,11 @@ class LocalProgram:
         disagree on it. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
-        self._host, self._target, self._group = host, target, group
+        self.host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
         counts_apart = any(channel.transport.graphs_apart for channel in host.channels)
-        self._common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
-        for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self._common_graphs)):
+        self.common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
+        for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
             if is_set and group.count > 1 and not group.can_meet:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have nowhere to meet"
                 raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
@@ -90,10 +90,10 @@ class LocalProgram:
         (self.module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
         self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
         graphs = self.module.Graphs
-        self._graphs = graphs.noted if self._common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
+        self._graphs = graphs.noted if self.common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
         self._device = self._target.device_of_arrays(self._member)
-        self._arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
-        self._native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
+        self.arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
+        self.native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
         # Reason why ranks cannot reach each other's memory, or ""; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
@@ -103,7 +103,7 @@ class LocalProgram:
         if compares:
             if (last := group.last_sizes.get(family)) is None:
                 last = group.last_sizes[family] = LastSizes(group)
-            sizes_of = partial(_sizes_of, host, self._arguments)
+            sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, last)
         # On the CPU target a call returns only when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
@@ -111,34 +111,34 @@ class LocalProgram:
     def _why_out_of_reach(self) -> str:
         """First reason of any rank why peers cannot reach each other's memory. Only some channels may be affected."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
-        if not self._host.optional_transports:
+        if not self.host.optional_transports:
             return why
         return next(filter(None, self._gathered("reach", why, self._waits_for, self._group.timeout)), "")
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
         """The program's name, calls made, calls done, and seconds that the oldest unfinished call has taken."""
-        native = self._native
-        return self._host.name, *(native.progress() if native else (0, 0, 0.0))
+        native = self.native
+        return self.host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def stand(self) -> Stand:
         """Position of this rank in the program, for reports of hangs."""
-        native = self._native
+        native = self.native
         if native is None:
-            return Stand(self._host.name, 0, 0)
-        return stand_of(self._host.name, native.progress(), native.standstill(), self.module)
+            return Stand(self.host.name, 0, 0)
+        return stand_of(self.host.name, native.progress(), native.standstill(), self.module)
 
     def close(self) -> None:
         """Frees what the program holds on the rank, after the current call."""
-        self._native = self._member = None
-        self._arguments.tables.clear()
+        self.native = self._member = None
+        self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
         """Native program and rank for one call. Raises ExecutionError if another thread has closed them."""
-        native, member = self._native, self._member
+        native, member = self.native, self._member
         if native is None or member is None:
             self._group.expect_working()
-            raise ExecutionError(f"{self._host.name}: the program is closed; compile it again")
+            raise ExecutionError(f"{self.host.name}: the program is closed; compile it again")
         return native, member
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
@@ -150,22 +150,22 @@ class LocalProgram:
     def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
         """Prepares calls of these global sizes; see `Program.prepare`."""
 
-        mesh, rank = self._host.mesh, self._group.rank
+        mesh, rank = self.host.mesh, self._group.rank
 
         def step() -> bool:
-            bound_shapes = self._arguments.table(bound).shapes
-            global_shapes = [self._arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
+            bound_shapes = self.arguments.table(bound).shapes
+            global_shapes = [self.arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
                 self._compared.compare_prepared(global_shapes)
                 self._asks = True
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # largest first, so that memory grows once
             for shapes in global_shapes:
-                expect_divided(self._host, shapes)
+                expect_divided(self.host, shapes)
             native, _ = self._open()
             with native_calls, self._measuring():
                 for shapes in global_shapes:
-                    pairs = zip(self._host.inputs, shapes, strict=True)
-                    local = [block_shape(p.type, mesh, rank, shape) if self._arguments.holds(p) else () for p, shape in pairs]
+                    pairs = zip(self.host.inputs, shapes, strict=True)
+                    local = [block_shape(p.type, mesh, rank, shape) if self.arguments.holds(p) else () for p, shape in pairs]
                     self._group.waiting(partial(native.prepare, local, shapes, 0))
             return True
 
@@ -176,7 +176,7 @@ class LocalProgram:
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
-        name = self._host.name
+        name = self.host.name
 
         def make() -> Any:
             return self._group.run(name, member, native.capture, taken.table.native, taken.addresses, addresses)
@@ -192,7 +192,7 @@ class LocalProgram:
             with self._group.calling:
                 self._group.expect_working()
                 self._open()
-                handle = self._arguments.handle(stream, taken.library)
+                handle = self.arguments.handle(stream, taken.library)
                 self._compare(taken, shapes)
                 if self._meets and not self._target.is_asynchronous:  # the CPU device would take a late rank for one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
@@ -225,15 +225,15 @@ class LocalProgram:
 
         def take() -> Taken:
             self._open()
-            return self._arguments.take(bound, arrays, out, stream, sizes)
+            return self.arguments.take(bound, arrays, out, stream, sizes)
 
         taken = self._ready_together(take, native) if self._meets else self._ready_alone(take, native)
         outputs, addresses = self._outputs_of(taken, stream is not None)
-        common = self._common_graphs
+        common = self.common_graphs
         if common and common.is_due and not self.module.is_captured(taken.stream):
             self._decide_graphs(common, native, taken, addresses)
         where = taken.table.native, taken.addresses, addresses, taken.stream
-        self._begin(taken, self._host.name, member, native.run, *where, self._schedule(), self._graphs)
+        self._begin(taken, self.host.name, member, native.run, *where, self._schedule(), self._graphs)
         if common:
             common.count()
         return taken, outputs, addresses
@@ -270,7 +270,7 @@ class LocalProgram:
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
-            for p, output, shape in zip(self._host.outputs, outputs, self._outputs, strict=True)
+            for p, output, shape in zip(self.host.outputs, outputs, self._outputs, strict=True)
         )
         return results[0] if len(results) == 1 else results
 
@@ -300,7 +300,7 @@ class LocalProgram:
         if changed:
             before, self._ready_for = self._ready_for, None
             try:
-                self._prepare(native, taken, self._arguments.global_shapes(taken))
+                self._prepare(native, taken, self.arguments.global_shapes(taken))
             except CaptureError:  # nothing was changed
                 self._ready_for = before
                 raise
@@ -330,11 +330,11 @@ class LocalProgram:
                 shapes_of_all = [signature.shapes for signature in everything]
                 self._bound_spans = tuple(span for signature in everything for span in signature.spans)
         if self._group.in_process:
-            self._arguments.expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
+            self.arguments.expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
 
             def prepare() -> bool:
-                global_shapes = self._arguments.global_shapes_of(shapes_of_all)
+                global_shapes = self.arguments.global_shapes_of(shapes_of_all)
                 self._expect_divided(taken, global_shapes)
                 return self._prepare(native, taken, global_shapes)
 
@@ -366,7 +366,7 @@ class LocalProgram:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 
     def _check_group(self) -> None:
-        group, name, mesh = self._group, self._host.name, self._host.mesh
+        group, name, mesh = self._group, self.host.name, self.host.mesh
         if group.count != mesh.size:
             raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
         if self._target.needs_one_host and group.hosts > 1:
@@ -376,8 +376,8 @@ class LocalProgram:
             )
 
     def _expect_divided(self, taken: Taken, global_shapes: Sequence[Shape] | None = None) -> None:
-        global_shapes = global_shapes or self._arguments.global_shapes(taken)
-        expect_divided(self._host, global_shapes or _even_shapes(self._host, taken.all_shapes))
+        global_shapes = global_shapes or self.arguments.global_shapes(taken)
+        expect_divided(self.host, global_shapes or _even_shapes(self.host, taken.all_shapes))
 
     def _prepare(self, native: Any, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         shapes = taken.all_shapes
@@ -410,7 +410,7 @@ class LocalProgram:
 
     def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
         """Records of all ranks."""
-        signature = CallSignature(f"{self._host.name}: {what}", str(self._host.mesh), "", bound=record)
+        signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     # --- outputs
@@ -421,18 +421,18 @@ class LocalProgram:
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
-                raise ArgumentError(f"{self._host.name}: {why}; pass them as out=")
+                raise ArgumentError(f"{self.host.name}: {why}; pass them as out=")
             return [None] * len(held)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
                 (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
-                for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
+                for parameter, shape, here in zip(self.host.outputs, self._outputs, held, strict=True)
             ]
 
     def _expect_fitting(self, given: Sequence[Shape | None]) -> None:
-        for parameter, shape, here in zip(self._host.outputs, self._outputs, given, strict=True):
+        for parameter, shape, here in zip(self.host.outputs, self._outputs, given, strict=True):
             if here is not None and here != shape:
-                where = f"{self._host.name}: out=: {parameter.name}"
+                where = f"{self.host.name}: out=: {parameter.name}"
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}")
 
     # --- how it runs
@@ -442,7 +442,7 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             if wanted.is_special and not self._group.in_process:
                 raise ArgumentError(
-                    f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of "
+                    f"{self.host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of "
                     f"one process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
                 )
             self._native_schedule = wanted, self.module.Schedule(**vars(wanted))

@@ -92,34 +92,34 @@ class TcpServer:
         """Listens at the first free address. Raises ExecutionError if none is free."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
-        self._socket = _listen(addresses)
-        self.port: int = self._socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
+        self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
+        self.strangers: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
+        self.socket = _listen(addresses)
+        self.port: int = self.socket.getsockname()[1]
+        self.loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._linger = 0.0
         self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._socket.close)  # a forked child that outlives this process must not keep the port
+        os.register_at_fork(after_in_child=self.socket.close)  # a forked child that outlives this process must not keep the port
 
     def close(self, linger: float = 0) -> None:
         """Says goodbye to clients that are still connected after `linger` seconds, and frees the port."""
         self._linger = linger
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # another thread is closing it too
-                self._loop.call_soon_threadsafe(self._closing.set)
+                self.loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        self.loop.run_until_complete(self._serve())
+        self.loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._serve_client, sock=self._socket, backlog=_BACKLOG)
+        server = await asyncio.start_server(self._serve_client, sock=self.socket, backlog=_BACKLOG)
         await self._closing.wait()
-        deadline = self._loop.time() + self._linger
-        while (clients := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < deadline:
+        deadline = self.loop.time() + self._linger
+        while (clients := asyncio.all_tasks() - {asyncio.current_task()}) and self.loop.time() < deadline:
             await asyncio.sleep(0.01)
         server.close()
         for client in clients:
@@ -145,8 +145,8 @@ class TcpServer:
                 if what == _WILL:
                     wills[key] = value
                 elif what == _SET:
-                    self._set(key, value)
-                answer = await self._get(key, timeout, reader) if what == _GET else b""
+                    self.set(key, value)
+                answer = await self.get(key, timeout, reader) if what == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
             pass  # the client has gone, or is not ours
@@ -155,16 +155,16 @@ class TcpServer:
             wills = {}
         finally:
             for key, value in wills.items():
-                self._set(key, value)
+                self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
     async def _knows_secret(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        self._strangers[writer] = None
-        if len(self._strangers) > _STRANGERS:
-            first = next(iter(self._strangers))
-            del self._strangers[first]
+        self.strangers[writer] = None
+        if len(self.strangers) > _STRANGERS:
+            first = next(iter(self.strangers))
+            del self.strangers[first]
             first.transport.abort()
         try:
             async with asyncio.timeout(_GRACE):
@@ -174,19 +174,19 @@ class TcpServer:
                 writer.write(own + _proof(self._secret, b"server", nonces))
                 return hmac.compare_digest(await reader.readexactly(_PROOF), _proof(self._secret, b"client", nonces))
         finally:
-            self._strangers.pop(writer, None)
+            self.strangers.pop(writer, None)
 
-    def _set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for waiter in self._waiting.pop(key, ()):
+        for waiter in self.waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(value)
 
-    async def _get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
+    async def get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
         """Waits for a value. A waiting client sends nothing, so any input from it means that it has disconnected; the wait ends then."""
         if key not in self._values and timeout > 0:
-            waiter, end = self._loop.create_future(), self._loop.create_task(client.read(1))
-            waiters = self._waiting.setdefault(key, set())
+            waiter, end = self.loop.create_future(), self.loop.create_task(client.read(1))
+            waiters = self.waiting.setdefault(key, set())
             waiters.add(waiter)
             try:
                 done, _ = await asyncio.wait((waiter, end), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -196,8 +196,8 @@ class TcpServer:
                 end.cancel()
                 await asyncio.gather(end, return_exceptions=True)  # finish this read before another one
                 waiters.discard(waiter)
-                if not waiters and self._waiting.get(key) is waiters:
-                    del self._waiting[key]
+                if not waiters and self.waiting.get(key) is waiters:
+                    del self.waiting[key]
         return self._values.get(key)
 
 
@@ -208,11 +208,11 @@ class TcpStore:
         """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
+        self.idle: list[socket.socket] = []
         self._will: socket.socket | None = None
         self._closed = False
-        self._address, connection = self._find(addresses, time.monotonic() + timeout)
-        self._idle.append(connection)
+        self.address, connection = self._find(addresses, time.monotonic() + timeout)
+        self.idle.append(connection)
 
     def set(self, key: str, value: bytes) -> None:
         if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
@@ -228,13 +228,13 @@ class TcpStore:
     def on_disconnect(self, key: str, value: bytes) -> None:
         """Makes the server set this value when this process ends without `close`. May be called for several keys."""
         if self._will is None:
-            self._will = self._connect(self._address, _GRACE)
+            self._will = self._connect(self.address, _GRACE)
         _converse(self._will, _WILL, key, value, 0)
 
     def close(self) -> None:
         with self._lock:
-            connections = [*self._idle, *([self._will] if self._will else [])]
-            self._idle, self._will, self._closed = [], None, True
+            connections = [*self.idle, *([self._will] if self._will else [])]
+            self.idle, self._will, self._closed = [], None, True
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
@@ -242,9 +242,9 @@ class TcpStore:
 
     def _ask(self, what: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
+            connection = self.idle.pop() if self.idle else None
         try:
-            connection = connection or self._connect(self._address, _GRACE)
+            connection = connection or self._connect(self.address, _GRACE)
         except OSError as error:
             raise _no_answer(error) from error
         try:
@@ -254,7 +254,7 @@ class TcpStore:
             raise
         with self._lock:
             if not self._closed:
-                self._idle.append(connection)
+                self.idle.append(connection)
                 return answer
         connection.close()  # another thread has called `close`
         return answer

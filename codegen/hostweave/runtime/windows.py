@@ -111,7 +111,7 @@ class Windows:
                 f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
             )
         with _building:  # ranks that are threads need it at the same time
-            module = interruptibly(lambda: _built(target))
+            module = interruptibly(lambda: built(target))
         member = group.member(module, on)
         if target not in self._connected:
             if why := group.connect_all(member, module, target):
@@ -182,7 +182,7 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
 
 
 @cache
-def _built(target: str) -> ModuleType:
+def built(target: str) -> ModuleType:
     """Module of an empty program. Any program's module provides what group memory needs."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
     folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))

@@ -53,7 +53,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     times = seconds(body, options.sizes, options.figures, options.tf32)
     for choice in chosen.values():
         if choice.value not in types:
-            yield f"%{choice.value} of keys in zigzag, and their values: in sequence{_times(choice)}"
+            yield f"%{choice.value} of keys in zigzag, and their values: in sequence{times_of(choice)}"
     for place, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
@@ -103,13 +103,13 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
             apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
             by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
             taken = f"beside other ops on a stream of its own by {by}{apart}"
-        return f"{taken}{_times(choice)}"
+        return f"{taken}{times_of(choice)}"
     if stream and stream.algorithm:
         return f"{_loop(Way(stream.algorithm, stream.chunks or 0, 0.0), options)}, as stated"
     return f"{alone}: {_why_not(stream, candidate, options, hidden)}"
 
 
-def _times(choice: Choice) -> str:
+def times_of(choice: Choice) -> str:
     others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
     if not others:
         return ""

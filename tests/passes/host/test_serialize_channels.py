@@ -447,7 +447,7 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
     in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # overlaps with all calls
-    shorter = replace(in_flight, body=tuple(channel_order._without_repeated_calls(in_flight.body)))
+    shorter = replace(in_flight, body=tuple(channel_order.without_repeated_calls(in_flight.body)))
     assert [sum(isinstance(i, ir.Call) for i in one.body) for one in (in_flight, shorter)] == [6, 1]
 
     def found(one: HostProgram) -> set[tree.Instruction]:
