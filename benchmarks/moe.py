@@ -1,0 +1,238 @@
+"""Mixtures of experts: grouped products, dispatch and combine, and a layer, beside torch. Each line prints ratios.
+
+- products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens each, even and skewed routing,
+  on one GPU, beside torch._grouped_mm.
+- dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Beside it
+  are torch's all_to_all_single, for which the host knows all counts beforehand, and the time of a copy engine for what has to travel.
+- layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, beside torch with _grouped_mm, eager and compiled.
+
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. A process a GPU runs all ways in turn.
+Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from peers.torch_ranks import times_on_ranks
+
+import hostweave as hw
+from hostweave.base.paths import EXAMPLES
+from hostweave.build.cuda import gpus
+from hostweave.cli.programs import load_file
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.machine import H200
+
+REPETITIONS = 15
+WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count
+SHAPES = {8: (4096, 14336), 64: (7168, 2048), 128: (2048, 1536)}  # experts: inner dim and columns, of Mixtral, DeepSeek-V3 and Qwen3-MoE
+TOKENS = (16, 128, 1024, 4096)  # of an expert
+MOST_ROWS = 131072
+HIDDEN, EXPERTS, CHOICES = 7168, 64, 8  # of dispatch
+LAYER = {"experts": 8, "top": 2, "hidden": 4096, "inner": 14336, "tokens": 4096}
+TOLERANCE = 0.02  # of the largest element: sums of thousands of terms are rounded to bf16
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def main(names: Sequence[str]) -> None:
+    parts = {"products": (_products, 1), "dispatch": (_dispatched, len(gpus())), "layer": (_layers, 1)}
+    for name, (calls, ranks) in parts.items():
+        if name not in names and names:
+            continue
+        if name == "dispatch" and ranks < 2:
+            print("dispatch: needs two GPUs, and this machine has one")
+            continue
+        for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
+            _print(name, {way: statistics.median(ms) for way, ms in times.items()})
+
+
+def _print(part: str, medians: dict[str, float]) -> None:
+    """The first way is ours, and its name begins with the case."""
+    (ours, ms), *others = medians.items()
+    beside = ", ".join(f"{name} {other:.3f} ms ({other / ms:.2f} times ours)" for name, other in others)
+    print(f"{part}: {ours}: {ms:.3f} ms; {beside}", flush=True)
+
+
+def _expect_near(got: Any, wanted: Any) -> None:
+    assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _product(experts: int, k: int, n: int, is_gradient: bool) -> hw.Program:
+    if is_gradient:
+
+        @hw.fusion(x=hw.bf16["T", k], dy=hw.bf16["T", n], ends=hw.i32[experts])
+        def gradient(x: hw.Tensor, dy: hw.Tensor, ends: hw.Tensor) -> hw.Tensor:
+            return hw.grouped_matmul(x.T, dy, ends)
+
+        return hw.compile(gradient, target="cuda")
+
+    @hw.fusion(x=hw.bf16["T", k], w=hw.bf16[experts, n, k], ends=hw.i32[experts])
+    def product(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor) -> hw.Tensor:
+        return hw.grouped_matmul(x, hw.permute_dims(w, (0, 2, 1)), ends)
+
+    return hw.compile(product, target="cuda")
+
+
+def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
+    """Ends of groups of so many rows on average. With skew, the number of rows falls by the rank of the expert, as of words in a text."""
+    import torch
+
+    shares = 1 / torch.arange(1, experts + 1) if is_skewed else torch.ones(experts)
+    ends = (shares.cumsum(0) / shares.sum() * experts * tokens).round().int()
+    return ends.cuda()
+
+
+def _products(rank: int, ranks: int) -> Iterator[Calls]:
+    """A call of ours and one of torch for each case. Raises AssertionError where results differ."""
+    import torch
+
+    group = hw.init()
+    for experts, (k, n) in SHAPES.items():
+        w = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        for is_gradient in (False, True):
+            program = _product(experts, k, n, is_gradient)
+            for tokens in TOKENS:
+                rows = experts * tokens
+                if rows > MOST_ROWS:
+                    continue
+                x, dy = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
+                for is_skewed in (False, True):
+                    ends = _ends(experts, tokens, is_skewed)
+                    ours = program.capture(*((x, dy, ends) if is_gradient else (x, w, ends)), group=group)
+                    operands = (x.t(), dy) if is_gradient else (x, w.transpose(1, 2))
+                    of_torch = partial(torch._grouped_mm, *operands, offs=ends)
+                    _expect_near(ours(), of_torch())
+                    what = f"{experts} experts, {tokens} tokens each, {'skewed' if is_skewed else 'even'}, {k} x {n}"
+                    yield {f"{what}{', gradient of weights' * is_gradient}": ours, "torch._grouped_mm": of_torch}
+            program.close()
+
+
+# --- dispatch and combine ---------------------------------------------------------------------------------------------
+
+
+def _through(ranks: int) -> Fusion:
+    @hw.fusion(
+        mesh=hw.Mesh(ep=ranks),
+        **{"x": hw.bf16["T@ep", HIDDEN], "ids": hw.i64["T@ep", CHOICES], "weights": hw.f32["T@ep", CHOICES]},
+    )
+    def dispatch_and_combine(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> hw.Tensor:
+        routing = hw.moe_routing(ids, EXPERTS, axes="ep")
+        return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights)
+
+    return dispatch_and_combine
+
+
+def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
+    """Rows go to the ranks of their experts and come back, without products between."""
+    import torch
+
+    group, program = hw.init(), hw.compile(_through(ranks), target="cuda")
+    for tokens in (128, 4096):
+        torch.manual_seed(rank)
+        x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
+        weights = torch.rand(tokens, CHOICES, device="cuda")
+        ours, of_torch = program.capture(x, ids, weights, group=group), _torch_dispatch(x, ids, weights, ranks)
+        _expect_near(ours(), of_torch())
+        sent = tokens * CHOICES * (ranks - 1) // ranks * HIDDEN * 2  # bytes that leave a GPU, each way
+        if rank == 0:
+            print(f"{tokens} tokens: {sent / 1e6:.1f} MB each way, by a copy engine {2e3 * H200.link('put', ranks).seconds(sent):.3f} ms")
+        yield {f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, {ranks} GPUs": ours, "torch all_to_all, known counts": of_torch}
+    program.close()
+
+
+def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
+    """Sorted rows by all_to_all_single and back. The host knows the counts before."""
+    import torch
+    import torch.distributed as dist
+
+    target = (ids // (EXPERTS // ranks)).reshape(-1)
+    sent = torch.bincount(target, minlength=ranks)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    out_of, into = sent.tolist(), received.tolist()
+    there, back = x.new_empty(sum(into), HIDDEN), x.new_empty(sum(out_of), HIDDEN)
+
+    def call() -> Any:
+        order = ids.reshape(-1).argsort(stable=True)
+        dist.all_to_all_single(there, x[order // CHOICES], into, out_of)
+        dist.all_to_all_single(back, there, out_of, into)
+        rows = torch.empty_like(back)
+        rows[order] = back
+        return (rows.view(len(x), CHOICES, HIDDEN) * weights[..., None]).sum(1).to(x.dtype)
+
+    return call
+
+
+# --- a layer ----------------------------------------------------------------------------------------------------------
+
+
+def _layers(rank: int, ranks: int) -> Iterator[Calls]:
+    """The layer of examples/moe.py with its gradients, and torch's with _grouped_mm and autograd."""
+    import torch
+
+    group = hw.init()
+    example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=1), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
+    hidden, inner, experts, tokens = (LAYER[name] for name in ("hidden", "inner", "experts", "tokens"))
+    shapes = {"x": (tokens, hidden), "dy": (tokens, hidden), "router": (hidden, experts)}
+    shapes |= {"w1": (experts, hidden, 2, inner), "w2": (experts, inner, hidden)}
+    given = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for name, shape in shapes.items()}
+    x, dy, router, w1, w2 = given.values()
+    bias = torch.zeros(experts, device="cuda")
+    programs = [hw.compile(getattr(example, name), target="cuda") for name in ("moe", "moe_backward")]
+    forward = programs[0].capture(x, router, bias, w1, w2, group=group)
+    backward = programs[1].capture(x, dy, router, bias, w1, w2, group=group)
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, router, w1, w2)]
+    compiled = torch.compile(_torch_layer, dynamic=False)
+
+    def of_torch(layer: Callable[..., Any]) -> Any:
+        y = layer(*inputs)
+        return y, *torch.autograd.grad(y, inputs, dy)
+
+    with torch.no_grad():
+        _expect_near(forward(), _torch_layer(*inputs))
+    for got, wanted in zip(backward(), of_torch(_torch_layer)[1:], strict=True):
+        _expect_near(got, wanted)
+    what = f"Mixtral of 8B shapes, {tokens} tokens"
+    yield {f"{what}, forward": forward, "torch eager": partial(_torch_layer, *inputs), "torch.compile": partial(compiled, *inputs)}
+
+    def both() -> None:
+        forward()
+        backward()
+
+    yield {
+        f"{what}, forward and backward that repeats it": both,
+        "torch eager": partial(of_torch, _torch_layer),
+        "torch.compile": partial(of_torch, compiled),
+    }
+    for program in programs:
+        program.close()
+
+
+def _torch_layer(x: Any, router: Any, w1: Any, w2: Any) -> Any:
+    import torch
+
+    experts, top = LAYER["experts"], LAYER["top"]
+    scores = (x @ router).float().softmax(-1)
+    chosen, ids = scores.topk(top)
+    order = ids.reshape(-1).argsort(stable=True)
+    ends = torch.histc(ids.int(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
+    both = torch._grouped_mm(x[order // top], w1.flatten(2), offs=ends)
+    gate, up = both.chunk(2, -1)
+    y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, w2, offs=ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    weights = (chosen / chosen.sum(-1, keepdim=True)).to(x.dtype)
+    return (y[back].view(*ids.shape, -1) * weights[..., None]).sum(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
