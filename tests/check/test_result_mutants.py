@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from compiled_fusions import fusion_of
-from math_mutants import CAUGHT, MISSED, judged, mutants, subjects
+from math_mutants import CAUGHT, MISSED, Subject, judged, mutants, subjects, training_subjects
 from random_fusions import IGNORED
 
 import hostweave as hw
@@ -35,6 +35,27 @@ def test_mutants_are_caught() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_more_mutants_are_caught(seed: int) -> None:
     expect_caught(2000, (2, 3, 4, 8)[seed % 4], seed)
+
+
+@pytest.mark.slow
+@pytest.mark.extra("torch")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
+def test_mutants_of_training_programs_are_caught() -> None:
+    pytest.importorskip("torch")
+    missed = [f"{kind}: {where}" for kind, where, verdict in judged(60, list(training_subjects(2))) if verdict == MISSED]
+    assert missed == []
+
+
+def test_blocks_of_squares_are_told_from_their_transposes() -> None:
+    """With as many rows as columns, each in a block, packing is its own inverse."""
+    found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
+    assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
+    assert CAUGHT in found[0]
+
+
+def verdicts_on_blocks(name: str) -> list[str]:
+    subject = Subject(name, fusion_of(name, 3, 3, hw.f32))
+    return [subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another order of blocks"]
 
 
 def test_mutants_are_of_all_kinds() -> None:

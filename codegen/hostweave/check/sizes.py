@@ -197,6 +197,7 @@ def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
 
 
 def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
+    """Larger sizes for those that ranks may share unevenly, each another one: the transpose of a square looks like its inverse."""
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
@@ -206,7 +207,11 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
     for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
         if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag shards are equal
             steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
-    uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
+    uneven: Steps = {}
+    for name, size in least.items():
+        step = steps.get(name, 0)
+        taken = {other for _, other in uneven.values()} if step else {}
+        uneven[name] = (step, next(larger for larger in count(size + step, step or 1) if larger not in taken))
     return (_with_room(program, uneven) or dict(least),)
 
 
