@@ -130,7 +130,7 @@ class KernelEmitter:
             return integers.key(value, self.atoms) if isinstance(value, Size) else value
 
         def of_op(op: Op) -> tuple[object, ...]:
-            inside = (self.ir.is_inside(op.result.name), op.kind in ("take", "reverse_second") and self.ir.moves_inside(op))
+            inside = (op.result.name in self.ir.outside, op.kind in ("take", "reverse_second") and self.ir.moves_inside(op))
             operands = tuple(values[operand] if isinstance(operand, str) else (operand,) for operand in op.operands)
             attributes = tuple((name, of(value)) for name, value in op.attributes)
             return (op.kind, operands, attributes, op.result.type.dtype, *inside, self.reduces(op))
@@ -141,7 +141,7 @@ class KernelEmitter:
         lanes = tuple((values[name], lane, of(self.types[name].shape[lane])) for name, lane in self.walked.lanes.items())
         return (
             tuple(map(of_op, self.ir.kernel.ops)),
-            tuple((self.types[name].dtype, self.ir.is_inside(name)) for name in self.ir.inputs),
+            tuple((self.types[name].dtype, name in self.ir.outside) for name in self.ir.inputs),
             tuple(values[name] for name in self.results),
             *(dims, len(self.ir.kept), walks, chosen, lanes),
             tuple(map(of, self.used_sizes)),

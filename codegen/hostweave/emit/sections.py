@@ -91,7 +91,7 @@ class Section:
 
     def value(self, name: str, is_hoisted: bool = False) -> str:
         """C++ of a value in its compute type: a local variable, or the expression itself if it is used once."""
-        if self.outer and not self.kernel.ir.is_inside(name):
+        if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
             path = [(name, self.operands(name))]  # iterative: chains of ops may exceed Python's recursion limit
@@ -114,7 +114,7 @@ class Section:
         """Operands of a value in this scope, if the value is an expression of all of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED:
-            yield from (o for o in op.tensors if not self.outer or self.kernel.ir.is_inside(o))
+            yield from (o for o in op.tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def read(self, result: str, text: str) -> str:
         """Declares a local variable with an element that is to be stored."""

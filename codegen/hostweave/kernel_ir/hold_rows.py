@@ -57,9 +57,9 @@ def _reads(loops: Loops, walk: Walk) -> Iterator[str]:
     waiting = [*walk.stores[::-1], *(op.tensors[0] for op in reversed(walk.reductions))]
     while waiting:
         name = waiting.pop()
-        if name in made and loops.is_inside(name):
+        if name in made and name not in loops.outside:
             waiting.extend(reversed(operands(made[name])))
-        elif name not in made and loops.is_inside(name) and name in loops.packed:
+        elif name in loops.packed and name not in loops.outside:
             yield name
 
 

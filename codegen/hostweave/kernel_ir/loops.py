@@ -92,6 +92,7 @@ class Loops:
     distribution: str = ""
     threads: int = 0  # per block, or threads that share a row of known length; 0: any number
     width: int = 1  # consecutive elements per access
+    outside: tuple[str, ...] = ()  # inputs and values that are computed outside the innermost loop
     held: tuple[str, ...] = ()  # inputs whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of the number of an element; Index is 32 bits if the elements fit
 
@@ -189,16 +190,13 @@ class Loops:
 
     # --- scopes ---
 
-    def is_inside(self, value: str) -> bool:
-        """Returns True if a value differs between iterations of the innermost loop."""
-        return self.are_inside(self.space.indices[value])
-
     def moves_inside(self, op: Op) -> bool:
         """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]])) if op.kind == "reverse_second" else self.is_inside(op.tensors[1])
+        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if op.kind == "reverse_second" else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
+        """Returns True if what has these indices differs between iterations of the innermost loop."""
         if self.reduced:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)
@@ -233,6 +231,8 @@ class Loops:
             yield f"distribute: {self.distribution}" + (f", {self.threads} threads" if self.threads else "")
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"
+        if hoisted := [name for name in self.outside if name not in self.inputs]:
+            yield f"outside: {_listed(hoisted)}"
         if self.held:
             yield f"hold {_listed(self.held)}"
         if self.index != "int64_t":

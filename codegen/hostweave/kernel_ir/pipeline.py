@@ -6,6 +6,7 @@ from hostweave.analysis.kernel_indices import NotOneKernel
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
 from hostweave.kernel_ir.distribute import distribute
+from hostweave.kernel_ir.hoist import hoist
 from hostweave.kernel_ir.hold_rows import hold_rows
 from hostweave.kernel_ir.index_space import index_space
 from hostweave.kernel_ir.loops import Loops
@@ -16,7 +17,15 @@ from hostweave.kernel_ir.vectorise import vectorise
 from hostweave.types.machine import Machine
 from hostweave.types.tensor import BufferType
 
-PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (name_outermost, split_walks, distribute, vectorise, hold_rows, number_elements)
+PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (
+    name_outermost,
+    split_walks,
+    distribute,
+    vectorise,
+    hoist,
+    hold_rows,
+    number_elements,
+)
 
 
 def stages(kernel: ir.Kernel, buffers: Sequence[BufferType], machine: Machine) -> list[tuple[str, Loops]]:
