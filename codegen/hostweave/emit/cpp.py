@@ -30,13 +30,13 @@ def quoted(text: str) -> str:
 def number(value: float, dtype: DType) -> str:
     """Literal in the compute type of `dtype`."""
     if dtype.kind == "bool":
-        return "true" if value else "false"
+        return Word("true" if value else "false")
     if dtype.kind != "float":
         return "INT64_MIN" if value == -(2**63) else f"{int(value)}{'u' if value >= 2**63 else ''}"
     if math.isnan(value):
-        return "NAN"
+        return Word("NAN")
     if math.isinf(value):
-        return "INFINITY" if value > 0 else "-INFINITY"
+        return Word("INFINITY") if value > 0 else "-INFINITY"
     return repr(float(value)) + ("" if dtype.name == "f64" else "f")
 
 
@@ -45,6 +45,10 @@ def compute_type(dtype: DType) -> str:
     if dtype.kind == "float":
         return "double" if dtype.name == "f64" else "float"
     return dtype.cpp
+
+
+class Word(str):
+    """C++ text of one word, such as a local variable, which needs neither parentheses nor another name."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hostweave.base.names import claim_unique
-from hostweave.emit.cpp import CppExprPrinter
+from hostweave.emit.cpp import CppExprPrinter, Word
 from hostweave.emit.names import Names
 from hostweave.kernel_ir import loops as ir
 from hostweave.kernel_ir.loops import ONE, OUTERMOST, Loops
@@ -79,8 +79,8 @@ class LoopPrinter:
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: Names):
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
         self.integers = _with_outermost(loops, integers)
-        self.names = {dim: names.of(letter, "index") for dim, letter in loops.letters().items()}
-        self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else names.of("element", "index")
+        self.names = {dim: Word(names.of(letter, "index")) for dim, letter in loops.letters().items()}
+        self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else Word(names.of("element", "index"))
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         if not self.closing:
@@ -209,6 +209,8 @@ class LoopPrinter:
         return self.sum_of([new if old[0] in along else old for old, new in zip(terms, moved, strict=True)])
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
+        if len(terms) == 1 and terms[0][1] == ONE:
+            return terms[0][0]
         wide = [f"{index} * {self.integers.factor(stride)}" for index, stride in terms if stride != ONE]
         return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
 

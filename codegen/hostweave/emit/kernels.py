@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hostweave.analysis.kernel_indices import reduced_indices
-from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, accumulator_type, compute_type
+from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, Word, accumulator_type, compute_type
 from hostweave.emit.kernel_loops import LoopPrinter
 from hostweave.emit.names import Names
 from hostweave.emit.sections import Section, shifted
@@ -161,8 +161,8 @@ class KernelEmitter:
 
     def cpp(self, op: Op, operands: Iterable[str]) -> str:
         """C++ of an op, with literals and C functions in the compute type."""
-        dtype = self.types[op.tensors[-1]].dtype
-        return self.template(op).format(*operands, T=Literal(dtype), std=CFunction(dtype))
+        dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
+        return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def size_of_lane(self, name: str) -> str:
         """Size of the dim of a value that no loop iterates over."""
@@ -289,7 +289,7 @@ class KernelEmitter:
                 element = f"{accumulator}({element})"
             if combine.sign == "+" and kind.kind == "float":
                 accumulator, first = f"hw::Sum<{accumulator}>", "{}"
-            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.ir.has_wide_totals else total
+            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.ir.has_wide_totals else Word(total)
             if self.ir.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
             else:

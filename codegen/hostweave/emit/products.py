@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hostweave.emit.cpp import CppExprPrinter, compute_type
+from hostweave.emit.cpp import CppExprPrinter, Word, compute_type
 from hostweave.emit.kernel_loops import LoopPrinter
 from hostweave.emit.kernels import Kernel, KernelEmitter
 from hostweave.emit.sections import Section
@@ -71,7 +71,7 @@ class ProductEmitter(KernelEmitter):
         row, column, sums = (self.names.of(word, "few rows") for word in ("row", "column", "sums"))
         section = Section(self)
         for number, op in enumerate(self.products):
-            name = section.texts[op.result.name] = self.locals[op.result.name]
+            name = section.texts[op.result.name] = Word(self.locals[op.result.name])
             section.lines.append(f"const {compute_type(op.result.type.dtype)} {name} = {sums}[{number}];")
         section.store(self.results)
         self.pointers = {name: self.pointers.get(name) or self.names.of(name) for name in self.inputs}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import copysign
 from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
-from hostweave.emit.cpp import compute_type, number
+from hostweave.emit.cpp import Word, compute_type, number
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
@@ -57,7 +58,7 @@ class Section:
         """Stores results at the end of the section. No load follows the first store, because a result may lie over an input."""
         values = [(name, self.stored(self.kernel.made[name])) for name in results]
         if len(values) > 1 and not self.is_wide:
-            values = [(name, self.read(name, text) if "[" in text else text) for name, text in values]
+            values = [(name, text if isinstance(text, Word) else self.read(name, text)) for name, text in values]
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
             if self.is_wide and place in self.kernel.ir.packed:
@@ -80,12 +81,12 @@ class Section:
             lane, own = kernel.ir.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
             row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
             if first := kernel.first_row(rows):
-                local = kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}")
+                local = Word(kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}"))
                 size = loops.integers.factor(lane.size)
                 self.lines.append(f"const int64_t {local} = {row} - {first};")
                 held.append(f"{local} >= 0 && {local} < {size}")
                 row = local
-            terms.append((row if row.isidentifier() or lane.stride == ONE else f"({row})", lane.stride))
+            terms.append((row if isinstance(row, Word) or lane.stride == ONE else f"({row})", lane.stride))
         condition = f"if ({' && '.join(held)}) " if held else ""
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
@@ -103,8 +104,8 @@ class Section:
                 path.pop()
                 text, is_short = self.computed(at)
                 is_needed = self.kernel.uses[at] > 1 or (is_hoisted and at == name)
-                if (not is_short or is_needed) and not text.isidentifier():
-                    local = self.local(at)
+                if (not is_short or is_needed) and not isinstance(text, Word):
+                    local = Word(self.local(at))
                     self.lines.append(f"const {compute_type(self.kernel.types[at].dtype)} {local} = {text};")
                     text = local
                 self.texts[at] = text
@@ -157,7 +158,7 @@ class Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        is_short = not OPS[op.kind].cost or text in self.kernel.totals.values()
+        is_short = not OPS[op.kind].cost or any(text is total for total in self.kernel.totals.values())
         if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
             return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
@@ -191,7 +192,7 @@ class Section:
         if op.kind == "iota":
             offset, integers = self.kernel.loops.offset(op.result.name), self.kernel.loops.integers
             offset = offset if op[OFFSET] == ZERO else f"{integers.first_factor(op[OFFSET])} + {offset}"
-            return offset if offset.replace("_", "a").isalnum() else f"({offset})", i64
+            return offset if isinstance(offset, Word) or offset == "0" else f"({offset})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):
@@ -231,7 +232,7 @@ class Section:
         half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.size_of_lane(op.tensors[0])
         last = int(size) - 1 if size.isdecimal() else f"{size} - 1"
-        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if index.isidentifier() else f'({index})'} : {index};")
+        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
         return local
 
     def taken_at(self, op: Op) -> str:
@@ -272,7 +273,7 @@ def shifted(pointer: str, offset: str) -> str:
 
 def _literal(value: Scalar, dtype: DType) -> str:
     text = number(value, dtype)
-    return f"({text})" if text.startswith("-") else text
+    return f"({text})" if copysign(1, value) < 0 else text
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:

@@ -6,9 +6,10 @@ loops @normed {
   %x: bf16 at i * 4096 + j
   %y stored: bf16 at i * 4096 + j
   walk 0: reduce %mean_square
-  last: store %y
-  distribute row: a block or part of a warp shares a row, 512 threads
+  walk 1: store %y
+  distribute: a block shares a row, 128 threads
   vectors of 8 along j
+  outside: %mean_square, %scale
   hold %x
 }
 """
