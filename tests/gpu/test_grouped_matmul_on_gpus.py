@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-UNITS = {hw.f64: 2.0**-50, hw.f32: 2.0**-21, hw.f16: 2.0**-10, hw.bf16: 2.0**-7}  # error of a result of a random walk, and one rounding
+# Unit roundoff of the sums, and of the rounded result. A sum of n products is within n units of the sum of their absolute values
+# (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
+UNITS = {hw.f64: (2.0**-53, 0.0), hw.f32: (2.0**-24, 0.0), hw.f16: (2.0**-24, 2.0**-11), hw.bf16: (2.0**-24, 2.0**-8)}
 # Rows, experts, K and N. The last ones are odd, so that nothing is aligned.
 SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (333, 5, 67, 129)]
 
@@ -50,15 +53,21 @@ def test_every_routing(dtype: hw.DType) -> None:
         )
         for ends in routings(t, experts):
             results = compiled.run(x=x, w=w, v=v, dy=dy, ends=torch.tensor(ends, dtype=torch.int32, device="cuda"))
-            wanted = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((t, n), (t, n), (experts, k, n))]
-            start = 0
-            for e, end in enumerate(ends):
-                rows = x[start:end].double()
-                wanted[0][start:end], wanted[1][start:end] = rows @ w[e].double(), rows @ v[e].double().T
-                wanted[2][e] = rows.T @ dy[start:end].double()
-                start = end
-            for result, want in zip(results, wanted, strict=True):
-                assert float((result.double() - want).abs().max()) <= UNITS[dtype] * max(float(want.abs().max()), 1e-9), (t, ends)
+            wide = [each.double() for each in (x, w, v, dy)]
+            exact, terms = _in_groups(torch, ends, *wide), _in_groups(torch, ends, *(each.abs() for each in wide))
+            (of_sum, of_result) = UNITS[dtype]
+            for result, want, bound, count in zip(results, exact, terms, (k, k, t), strict=True):
+                assert ((result.double() - want).abs() <= count * of_sum * bound + of_result * want.abs()).all(), (t, ends)
+
+
+def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> list[Any]:
+    """The three results of `program` in float64."""
+    (t, k), (experts, _, n) = x.shape, w.shape
+    made = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((t, n), (t, n), (experts, k, n))]
+    for e, (start, end) in enumerate(pairwise([0, *ends])):
+        rows = slice(start, end)
+        made[0][rows], made[1][rows], made[2][e] = x[rows] @ w[e], x[rows] @ v[e].T, x[rows].T @ dy[rows]
+    return made
 
 
 def test_offsets_change_between_replays() -> None:
