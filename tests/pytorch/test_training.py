@@ -490,6 +490,14 @@ def train(call: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
+def test_constants_of_equal_elements_are_no_inputs() -> None:
+    """The gradient of a mean is one number."""
+    module = Loss()
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
+    assert not compiled._part.graph.bound
+    assert "fill(value=" in compiled.program.host_ir
+
+
 class Normed(nn.Module):
     """Batch norms, whose statistics are buffers, and a buffer of a user's that averages."""
 

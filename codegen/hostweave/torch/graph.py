@@ -69,6 +69,7 @@ class Graph:
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
+    uniform: dict[Node, Any] = field(default_factory=dict)  # constants of several elements that are equal, and the number
     written: dict[Node, Node] = field(default_factory=dict)  # what arguments and buffers become that the module writes to
     checks: list[Node] = field(default_factory=list)  # what raises an error for values, after a call
     tokens: int = 0  # how many outputs order the checks, and come first
@@ -190,15 +191,19 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # the constants that the program reads are inputs of it, but for single numbers and masks that are words
+        for node in self.nodes:  # the constants that the program reads are inputs of it, but for numbers and masks that are words
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
                     not isinstance(value, torch.Tensor)
                     or value.numel() == 1
                     or argument in self.names
+                    or argument in self.uniform
                     or word_of_mask(node, argument, value)
                 ):
+                    continue
+                if (number := _uniform(value)) is not None:
+                    self.uniform[argument] = number
                     continue
                 data = value.contiguous().cpu().view(torch.uint8).numpy().tobytes()
                 equal = (value.dtype, tuple(value.shape), data)
@@ -308,6 +313,13 @@ _KINDS = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
+
+
+def _uniform(value: torch.Tensor) -> Any:
+    """The number that all elements are; None if they differ."""
+    first = value.flatten()[:1]
+    is_same = bool((value == first).all()) and not (value.is_floating_point() and bool((value.signbit() != first.signbit()).any()))
+    return first.item() if is_same and value.numel() else None
 
 
 def is_known(node: Node) -> bool:

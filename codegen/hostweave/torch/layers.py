@@ -187,7 +187,9 @@ def _signature(graph: Graph, layer: Layer) -> object:
         value: Any = graph.constants.get(node, node.meta.get("val"))
         if is_size(node):
             return size_of(value)
-        return ("constant", value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else (node.name, str(value)[:20])
+        if isinstance(value, torch.Tensor) and (node in graph.uniform or value.numel() == 1):
+            return "constant", graph.uniform.get(node, value.flatten()[0].item()), tuple(value.shape)
+        return node.name, str(value)[:20]
 
     types = graph.input_types
     return (

@@ -117,8 +117,10 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
             values[node] = resharded(values[node], graph.gathered[node])
         return values[node]
     value = graph.constants.get(node, node.meta.get("val"))
+    of = next(value for value in values.values() if isinstance(value, hw.Tensor))
+    if isinstance(value, torch.Tensor) and node in graph.uniform:
+        return full(Result((value.dtype,), (shape_of(value),), of), graph.uniform[node])
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        of = next(value for value in values.values() if isinstance(value, hw.Tensor))
         return full(Result((value.dtype,), (shape_of(value),), of), value.item()) if _takes_tensors(user) else value.item()
     if isinstance(value, torch.SymInt):
         size = size_of(value)

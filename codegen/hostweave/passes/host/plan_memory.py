@@ -64,7 +64,7 @@ class Planner:
             return tree.together(children)
         views = [(self.uses.root(name), k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view")]
         touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each
-        known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
+        known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh in dict(own.values())}
         ties = _ties(body)
         begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
         for name, (mesh, _) in own.items():

@@ -4,7 +4,6 @@ An entry takes the op's result, `Result`, and then the op's own arguments: tenso
 Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,10 +14,9 @@ from torch.utils import _pytree as pytree
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.plan import Axes
 from hostweave.types.tensor import DTYPES as BY_NAME
-from hostweave.types.tensor import Dim, DType, TensorType
+from hostweave.types.tensor import DType
 
 T = TypeVar("T")
 Number = int | float | bool
@@ -129,16 +127,4 @@ def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
-    length = Dim.of(shape[0] if shape else 1)
-    value = float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value)
-    zeros = record("iota", target=TensorType(hw.i32, (length,)), beside=result.trace) * 0
-    if dtype.kind == "bool":
-        filled = zeros == 0 if value else zeros != 0
-    elif dtype.kind == "float" and not math.isfinite(value):
-        filled = hw.where(zeros == 0, value, hw.astype(zeros, dtype))
-    else:
-        filled = hw.astype(zeros, dtype) + value if value else hw.astype(zeros, dtype)
-    if not shape:
-        return hw.squeeze(filled, 0)
-    filled = hw.expand_dims(filled, tuple(range(1, len(shape)))) if len(shape) > 1 else filled
-    return hw.broadcast_to(filled, *shape)
+    return hw.full(shape, float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value), dtype)
