@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
-from hostweave.check.match_collectives import Meeting, meetings
+from hostweave.check.match_collectives import MatchedCollective, meetings
 from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
@@ -97,7 +97,7 @@ class _World:
     """State shared by the ranks. `posted` holds the data sent by each communication that was reached; None for one that only receives."""
 
     instances: Instances
-    met: dict[Operation, Meeting]
+    met: dict[Operation, MatchedCollective]
     posted: dict[Operation, Array | None] = field(default_factory=dict)
     memories: list[dict[str, Array]] = field(default_factory=list)  # per rank: bytes of its buffers
 

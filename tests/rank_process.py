@@ -30,7 +30,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.runtime.providers import Launch, Provider
+from hostweave.runtime.providers import LaunchedRank, Provider
 from hostweave.types.tensor import block_of, holds
 
 # Collectives; sends and recvs in loops; puts in loops; two meshes; two axes; all_to_all; permutations; and one-sided forms of
@@ -248,7 +248,7 @@ def say(line: str) -> None:
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
-    local_rank = Launch(os.environ).local_rank or 0
+    local_rank = LaunchedRank(os.environ).local_rank or 0
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):
         run_once(rank, what.removeprefix("once:"))

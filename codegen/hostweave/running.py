@@ -18,7 +18,7 @@ from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
-from hostweave.runtime.call import Call, make_call
+from hostweave.runtime.call import GlobalCall, make_call
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.lifetime import expect_own_devices
 from hostweave.runtime.lines import name_users_lines
@@ -29,9 +29,9 @@ from hostweave.variants import Variants
 
 T = TypeVar("T")
 Arrays = Sequence[Any]
-Named = Mapping[str, Any]
+ArraysByName = Mapping[str, Any]
 Sizes = Mapping[str, int]
-Given = tuple[Arrays, Named]  # by position, and by name
+Given = tuple[Arrays, ArraysByName]  # by position, and by name
 
 _told: set[str] = set()
 
@@ -60,7 +60,7 @@ class Running:
         self._closed = False
         self._lock = renewed(threading.Lock())
 
-    def bind(self, held: Bound | None, arrays: Named) -> Bound:
+    def bind(self, held: Bound | None, arrays: ArraysByName) -> Bound:
         """Binds these inputs in addition to those of `held`."""
         return Bound(self.compiled.host, self.compiled.target, arrays, held)
 
@@ -228,10 +228,10 @@ class Running:
     # --- on all ranks of this process ---
 
     @tells_shortages
-    def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[Call]:
+    def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[GlobalCall]:
         """Makes calls on all ranks in this process, with arrays of the same shapes."""
 
-        def run(one: Running) -> list[Call]:
+        def run(one: Running) -> list[GlobalCall]:
             made = [one._call_of(held, *arrays) for arrays in calls]
 
             def run() -> None:
@@ -281,7 +281,7 @@ class Running:
         why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
-    def sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
+    def sizes_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
         """Sizes that the given arrays determine. With `whole`, arrays are local, and only unsharded dims count."""
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
@@ -289,7 +289,7 @@ class Running:
         pairs = (pair for p in self.compiled.host.inputs for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
         return {dim.size.name: size for dim, size in pairs if dim.size.name and not (whole and dim.axes)}
 
-    def _call_of(self, held: Bound | None, arrays: Arrays, named: Named) -> Call:
+    def _call_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName) -> GlobalCall:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _ready(self) -> Session:

@@ -15,7 +15,7 @@ from lowered_fusions import NAMES, program
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.check.memory import Memory, Pieces
-from hostweave.check.operations import Region, Root, layout
+from hostweave.check.operations import ByteRegion, Root, layout
 from hostweave.host_ir import ir, tree
 from hostweave.types.tensor import bf16
 
@@ -89,6 +89,6 @@ def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):
-        halves = [Region("x", offset, layout(bf16, shape, strides), 0) for offset in (0, 128)]
+        halves = [ByteRegion("x", offset, layout(bf16, shape, strides), 0) for offset in (0, 128)]
         Memory(root, halves, cast(Any, SimpleNamespace(operation=None)), known)
     assert len(known) == 1

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.check.match_collectives import meetings
-from hostweave.check.operations import Instances, Operation, Stream
+from hostweave.check.operations import Instances, Operation, StreamInPool
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
@@ -75,7 +75,7 @@ class Machine:
         for rank, operations in enumerate(instances.ranks):
             before, after = (Operation(tree.Instruction(), rank, None, ()) for _ in range(2))
             self.callers.append((before, after))
-            streams: dict[Stream | None, list[Operation]] = {None: [before]}
+            streams: dict[StreamInPool | None, list[Operation]] = {None: [before]}
             for operation in operations:
                 streams.setdefault(operation.stream, []).append(operation)
             streams[None].append(after)

@@ -13,7 +13,7 @@ from parts_of_transformers import PROGRAMS
 
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
-from hostweave.cli.memory_plan import Events, line_numbers, memory_plan
+from hostweave.cli.memory_plan import ArenaEvents, line_numbers, memory_plan
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import tree
 from hostweave.host_ir.calls import bodies
@@ -95,7 +95,7 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 def test_one_that_finds_no_gap_comes_first() -> None:
     """Consecutive matmuls of a gated layer: the fourth buffer lies below the fifth, which is larger."""
-    events, before = Events(), None
+    events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
         events.allocate(own := events.new(), size * ALIGNMENT)
@@ -110,7 +110,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
     """Random sequences of allocate, free, reallocate and join. The planner's lower bound must equal that of the events."""
     for seed in range(200):
         random = Random(seed)
-        events, buffers, groups = Events(), list[Buffer](), list[tuple[slice, str | None]]()
+        events, buffers, groups = ArenaEvents(), list[Buffer](), list[tuple[slice, str | None]]()
         for now in range(40):
             kind = random.choice(("allocate", "allocate", "free", "join"))
             if kind == "allocate" and (not groups or random.random() < 0.6):
@@ -147,7 +147,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
 
 
 def test_a_gap_is_filled() -> None:
-    events = Events()
+    events = ArenaEvents()
     first, low, high, again = (events.new() for _ in range(4))
     for own, bytes in ((first, 1024), (low, 2048), (high, 1024)):
         events.allocate(own, bytes)
@@ -159,7 +159,7 @@ def test_a_gap_is_filled() -> None:
 
 
 def test_streams_keep_apart_until_they_are_joined() -> None:
-    events = Events()
+    events = ArenaEvents()
     first, second, after = events.new(2), events.new(2), events.new()
     events.allocate(first, 512, "ring")
     events.free(first)
@@ -172,7 +172,7 @@ def test_streams_keep_apart_until_they_are_joined() -> None:
 
 
 def test_a_buffer_that_comes_again_lends_its_bytes_in_between() -> None:
-    events = Events()
+    events = ArenaEvents()
     again, between = events.new(), events.new()
     events.allocate(again, 1024)
     events.free(again)

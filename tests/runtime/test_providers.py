@@ -19,7 +19,7 @@ from hostweave.runtime.providers import (
     MPI,
     Communicators,
     Environment,
-    Launch,
+    LaunchedRank,
     Threads,
     TorchStore,
     close_servers,
@@ -73,7 +73,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def test_torchrun() -> None:
-    launch = Launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
+    launch = LaunchedRank(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host) == (3, 8, 1, "node0")
     assert launch.ports == tuple(range(32500, 32516))
     assert launch.job == "run 29500"
@@ -81,14 +81,14 @@ def test_torchrun() -> None:
 
 def test_the_store_is_never_on_the_port_of_torch_distributed() -> None:
     for port in ("1024", "29500", "61000", "65000", "65535"):
-        ports = Launch(TORCHRUN | {"MASTER_PORT": port}).ports
+        ports = LaunchedRank(TORCHRUN | {"MASTER_PORT": port}).ports
         assert int(port) not in ports
         assert 1024 <= min(ports) <= max(ports) < 65536
-    assert Launch(TORCHRUN | {"HOSTWEAVE_PORT": "7000"}).ports == (7000,)
+    assert LaunchedRank(TORCHRUN | {"HOSTWEAVE_PORT": "7000"}).ports == (7000,)
 
 
 def test_open_mpi() -> None:
-    launch = Launch(
+    launch = LaunchedRank(
         {
             "OMPI_COMM_WORLD_SIZE": "4",
             "OMPI_COMM_WORLD_RANK": "2",
@@ -101,14 +101,14 @@ def test_open_mpi() -> None:
 
 
 def test_mpich() -> None:
-    launch = Launch({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    launch = LaunchedRank({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host) == (1, 2, 1, "127.0.0.1")
     assert launch.job == f"parent {os.getppid()}"
 
 
 def test_slurm() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
-    launch = Launch(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
+    launch = LaunchedRank(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
     assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # a batch script outside srun
 

@@ -21,7 +21,7 @@ from test_providers import free_port, in_threads
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
+from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, ThreadTable
 from hostweave.runtime.providers import (
     Environment,
     TorchStore,
@@ -428,7 +428,7 @@ def seats(request: pytest.FixtureRequest) -> list[Meeting]:
     if request.param == "store":
         store = MemoryStore()
         return [StoreMeeting(store, "prefix", rank, 3) for rank in range(3)]
-    table = Table([None] * 3)
+    table = ThreadTable([None] * 3)
     return [ThreadMeeting(table, rank) for rank in range(3)]
 
 
@@ -459,7 +459,7 @@ def test_a_thread_that_has_ended() -> None:
     gone = threading.Thread(target=lambda: None)
     gone.start()
     gone.join()
-    table = Table([None, None, gone])
+    table = ThreadTable([None, None, gone])
     errors = in_threads(2, lambda rank: ThreadMeeting(table, rank).gather("", 30))
     assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
 

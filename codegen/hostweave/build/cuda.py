@@ -25,7 +25,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 
 @dataclass(frozen=True)
-class Part:
+class CudaPart:
     """Header or library that a build needs, its path if it was found, and the pip package that contains it."""
 
     name: str
@@ -38,14 +38,14 @@ class Cuda:
     """Parts of CUDA that were found. All are of the version `major`."""
 
     major: int
-    headers: tuple[Part, ...]
-    libraries: tuple[Part, ...]  # linked to every program
-    nvrtc: Part
-    cudnn: tuple[Part, Part]  # header and library; only programs with attention need them
-    nvtx: Part  # the header of ranges that profilers show
+    headers: tuple[CudaPart, ...]
+    libraries: tuple[CudaPart, ...]  # linked to every program
+    nvrtc: CudaPart
+    cudnn: tuple[CudaPart, CudaPart]  # header and library; only programs with attention need them
+    nvtx: CudaPart  # the header of ranges that profilers show
 
     @property
-    def missing(self) -> tuple[Part, ...]:
+    def missing(self) -> tuple[CudaPart, ...]:
         return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
 
     def require(self) -> Cuda:
@@ -83,10 +83,10 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
-    def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[Part]:
+    def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[CudaPart]:
         for name, package in packages.items():
             places = (root / folder / name for root in roots for folder in folders)
-            yield Part(name, next((place for place in places if place.is_file()), None), package)
+            yield CudaPart(name, next((place for place in places if place.is_file()), None), package)
 
     headers = {
         "cuda_runtime_api.h": f"nvidia-cuda-runtime{wheel}",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.check.happens_before import Clock, Task, order, run
-from hostweave.check.match_collectives import Channel, channel_of
+from hostweave.check.match_collectives import ChannelGroup, channel_of
 from hostweave.check.operations import Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
@@ -25,7 +25,7 @@ class Posted:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, dict[tuple[int, tuple[Channel, bool]], Task]] = defaultdict(dict)  # by rank
+        self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""

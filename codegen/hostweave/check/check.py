@@ -13,8 +13,8 @@ from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.check.channel_order import InTurn, Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
-from hostweave.check.memory import Memory, Pieces, Place, TaskAccess
-from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
+from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
+from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_of_results, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion
@@ -99,11 +99,11 @@ class _Checker:
         # The first read of bytes that hold something else, and what has overwritten them. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.in_turn = InTurn()
-        regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
+        regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
         for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
             for access in part.accesses:
                 regions[_rank_of(part, access), access.region.root].append(access.region)
-        pieces: dict[tuple[int, frozenset[Place]], Pieces] = {}
+        pieces: dict[tuple[int, frozenset[ByteBlocks]], Pieces] = {}
         for rank, (roots, caller) in enumerate(zip(instances.roots, ordered.callers, strict=True)):
             self.memories.append({name: Memory(root, regions[rank, name], caller, pieces) for name, root in roots.items()})
 
@@ -209,7 +209,7 @@ class _Checker:
                         self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
-                gap = memory.first_empty(Region(name, 0, memory.root.layout, int(name in donated)))
+                gap = memory.first_empty(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
                     missing = f"rank {rank}: nothing writes bytes {gap[0].start} to {gap[0].stop} of the output %{owned[name].name}"
@@ -225,7 +225,7 @@ _BEFORE = {
 _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
 
 
-def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
+def _own_block(part: Operation, blocks: ByteLayout, along: int | None) -> int:
     """Byte offset of a rank's own block among the blocks of all ranks."""
     group = part.process_group
     return share(blocks.shape, along, len(group), group.index(part.rank)).start * blocks.dtype.itemsize

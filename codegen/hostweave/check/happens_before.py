@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hostweave.check.match_collectives import Meeting
-from hostweave.check.operations import Instances, Operation, Stream, failure
+from hostweave.check.match_collectives import MatchedCollective
+from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
 Clock = list[int]  # a vector clock: for each stream of each rank, how many of its tasks are known to be done
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Event:
+class Arrival:
     """Data that reaches a task from others: all that those knew when they started is known when the task ends."""
 
     sources: list[Task]
@@ -38,7 +38,7 @@ class Task:
     waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
     meets: list[Task] = field(default_factory=list)  # what must have started before this ends
     met_by: list[Task] = field(default_factory=list)  # whose `meets` this is in
-    events: list[Event] = field(default_factory=list)
+    events: list[Arrival] = field(default_factory=list)
     followers: list[Task] = field(default_factory=list)  # whose `after` this is in
     blocked: int = 0  # by how many of `after`
     expected: int = 0  # how many of `meets` have not started
@@ -58,9 +58,9 @@ class Order:
     clocks: list[Clock]
 
 
-def order(instances: Instances, met: list[Meeting]) -> Order:
+def order(instances: Instances, met: list[MatchedCollective]) -> Order:
     program = instances.program
-    streams: list[Stream | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
+    streams: list[StreamInPool | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
     number_of = {stream: k for k, stream in enumerate(streams)}
     stream_ids = len(streams) * len(instances.ranks)
     clocks = [[0] * stream_ids for _ in range(stream_ids)]
@@ -101,19 +101,19 @@ def _after(task: Task, earlier: Task, why: str) -> None:
     earlier.followers.append(task)
 
 
-def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
+def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
     if meeting.is_signal:
         signal, wait = (tasks[part] for part in meeting.parts)
         _after(wait, signal, "waits for")
         wait.waits.append(signal)
         return
-    events: dict[tuple[Operation, ...], Event] = {}
+    events: dict[tuple[Operation, ...], Arrival] = {}
     parts = [tasks[part] for part in meeting.parts]
     for part, task in zip(meeting.parts, parts, strict=True):
         # A sender learns nothing from the recv: a small message may be gone before the other side starts.
         sources = meeting.sources(part)
         if any(tasks[source] is not task for source in sources):
-            events.setdefault(sources, Event([tasks[source] for source in sources]))
+            events.setdefault(sources, Arrival([tasks[source] for source in sources]))
             task.events.append(events[sources])
         others = [tasks[other] for other in meeting.awaited(part) if tasks[other] is not task]
         task.meets.extend(others)

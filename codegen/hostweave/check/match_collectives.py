@@ -10,11 +10,11 @@ from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
 from hostweave.types.mesh import share
 
-Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
+ChannelGroup = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MatchedCollective:
     """Communications that take part in one transfer: a send and its recv, or one collective of each rank in process group order."""
 
     parts: tuple[Operation, ...]
@@ -49,7 +49,7 @@ class Meeting:
         return tuple([part for part in self.parts if any(access.reads for access in part.accesses)])
 
 
-def meetings(instances: Instances) -> list[Meeting]:
+def meetings(instances: Instances) -> list[MatchedCollective]:
     """Every transfer of one call.
 
     Raises ProgramError for a send without a recv of its count and dtype, for a recv without a send, and likewise for signals and waits.
@@ -57,7 +57,7 @@ def meetings(instances: Instances) -> list[Meeting]:
     """
     program = instances.program
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # of a channel, sender, receiver, number
-    collectives: dict[Channel, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+    collectives: dict[ChannelGroup, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for part in (part for operations in instances.ranks for operation in operations for part in operation.communications):
         posts = part.instruction.posts
         if posts == "collective":
@@ -73,7 +73,7 @@ def meetings(instances: Instances) -> list[Meeting]:
     return met
 
 
-def channel_of(part: Operation) -> Channel:
+def channel_of(part: Operation) -> ChannelGroup:
     assert part.channel is not None
     return part.channel.name, part.process_group
 
@@ -86,7 +86,7 @@ _ALONE = {  # what is wrong where one stands alone, and the remedy
 }
 
 
-def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | None) -> Meeting:
+def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | None) -> MatchedCollective:
     if one is None or other is None:
         alone = one or other
         assert alone is not None
@@ -97,10 +97,10 @@ def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | Non
         if (sent.count, sent.dtype) != (taken.count, taken.dtype):
             differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
             raise _fault(program, one, differ, "make them equal", other)
-    return Meeting((one, other))
+    return MatchedCollective((one, other))
 
 
-def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> Meeting:
+def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> MatchedCollective:
     there = [part for part in parts if part is not None]
     first = there[0]
     if len(there) < len(parts):
@@ -111,7 +111,7 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
             raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
-    meeting = Meeting(tuple(there))
+    meeting = MatchedCollective(tuple(there))
     for part in there if _may_differ(first) else ():
         for source in meeting.sources(part):
             if (sent := _exchanged(source, part, sends=True)) != (taken := _exchanged(part, source, sends=False)):
@@ -145,7 +145,7 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
     return failure(program, f"{part}: {reason}{which}: {remedy}", part.instruction)
 
 
-def expect_end_in_one_queue(instances: Instances, met: list[Meeting]) -> None:
+def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) -> None:
     """Raises ProgramError for a program with signals in which ranks wait for one another if each device runs all streams as one queue.
 
     A wait for a signal holds up the hardware queue that its stream shares with others: of as many as CUDA_DEVICE_MAX_CONNECTIONS says,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.check.happens_before import Clock, Task
-from hostweave.check.operations import Access, Operation, Region, Root, starts
+from hostweave.check.operations import Access, ByteRegion, Operation, Root, starts
 from hostweave.host_ir import tree
 
 
@@ -17,13 +17,13 @@ class TaskAccess:
     access: Access
 
 
-Place = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a region: its offset, its rows, and how long a run is
+ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a region: its offset, its rows, and how long a run is
 
 
 class Pieces:
     """A buffer, cut so that every access covers whole pieces: the bytes that are always accessed together are one, wherever they lie."""
 
-    def __init__(self, size: int, places: frozenset[Place]):
+    def __init__(self, size: int, places: frozenset[ByteBlocks]):
         runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
         cuts = sorted({0, size}.union(*(cut for of in runs.values() for cut in of)))
         number_of = {cut: number for number, cut in enumerate(cuts)}  # of the segment that begins there
@@ -45,7 +45,7 @@ class Pieces:
         self.covered = {place: tuple(sorted({number[piece_of[segment]] for segment in covered})) for place, covered in segments.items()}
 
 
-def _place(region: Region) -> Place:
+def _place(region: ByteRegion) -> ByteBlocks:
     return region.offset, region.layout.rows, region.layout.run
 
 
@@ -56,14 +56,14 @@ class Memory:
     the last read since then are enough: a task that comes after those comes after all earlier ones.
     """
 
-    def __init__(self, root: Root, regions: list[Region], caller: Task, known: dict[tuple[int, frozenset[Place]], Pieces]):
+    def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
         """`known` has the pieces of buffers that are accessed in the same places, as those of other ranks and layers are."""
         self.root = root
         places = frozenset([(0, root.layout.rows, root.layout.run), *map(_place, regions)])
         if (root.size, places) not in known:
             known[root.size, places] = Pieces(root.size, places)
         self.pieces = known[root.size, places]
-        self.before = TaskAccess(caller, caller.operation, Access("", Region("", 0, root.layout, 0), reads=False, writes=True))
+        self.before = TaskAccess(caller, caller.operation, Access("", ByteRegion("", 0, root.layout, 0), reads=False, writes=True))
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
@@ -96,15 +96,15 @@ class Memory:
         touches = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
-    def first_empty(self, region: Region) -> tuple[range, TaskAccess | None] | None:
+    def first_empty(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
         """The first bytes of a region that do not hold what it stands for, and the write that has taken them over, if one has."""
         for piece in self.covered(region):
             if not region.generation <= (filled := self.filled[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if filled > region.last else None
         return None
 
-    def overlap(self, a: Region, b: Region) -> bool:
+    def overlap(self, a: ByteRegion, b: ByteRegion) -> bool:
         return not set(self.covered(a)).isdisjoint(self.covered(b))
 
-    def covered(self, region: Region) -> Sequence[int]:
+    def covered(self, region: ByteRegion) -> Sequence[int]:
         return self.pieces.covered[_place(region)]

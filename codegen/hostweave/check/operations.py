@@ -14,14 +14,14 @@ from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import RankSizes
 from hostweave.types.tensor import DType
 
-Stream = tuple[str, int]  # ("ring", 2)
+StreamInPool = tuple[str, int]  # ("ring", 2)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class ByteLayout:
     """How a view lies in its buffer: shape and strides in elements, and the same bytes as rows of one run each."""
 
     dtype: DType
@@ -54,7 +54,7 @@ def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
     return found
 
 
-def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
     """The layout of a strided view: dims that follow one another without a gap become one, the innermost one the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
@@ -68,13 +68,13 @@ def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> La
             rows[-1] = (rows[-1][0] * size, rows[-1][1])
         else:
             rows.append((size, step))
-    return Layout(dtype, shape, strides, tuple(reversed(rows)), run)
+    return ByteLayout(dtype, shape, strides, tuple(reversed(rows)), run)
 
 
 ALWAYS = sys.maxsize  # a generation after all others
 
 
-class Region(NamedTuple):
+class ByteRegion(NamedTuple):
     """Bytes of a root buffer of one rank: an input, an output or an allocation.
 
     Generations number its contents: each execution of the root's allocate begins one, and so does each result that takes donated memory
@@ -83,14 +83,14 @@ class Region(NamedTuple):
 
     root: str
     offset: int  # bytes
-    layout: Layout
+    layout: ByteLayout
     generation: int  # of what is written here, and the first one that may be read
     last: int = ALWAYS  # the last one that may be read
 
 
 class Access(NamedTuple):
     name: str  # the buffer or view as the instruction names it
-    region: Region
+    region: ByteRegion
     reads: bool
     writes: bool
     at: int | None = None  # the rank whose memory it is; None: that of the operation
@@ -105,7 +105,7 @@ class Operation:
 
     instruction: tree.Instruction
     rank: int
-    stream: Stream | None  # None: the caller's
+    stream: StreamInPool | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
     accesses: tuple[Access, ...] = ()
     channel: ir.Channel | None = None  # of a communication
@@ -140,7 +140,7 @@ def instruction_text(instruction: tree.Instruction) -> str:
 class Root:
     """A buffer that is not a view of another. `role` is input, output or allocation."""
 
-    layout: Layout
+    layout: ByteLayout
     role: str
 
     @property

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.operations import ALWAYS, Layout, Operation, Region, Stream, failure, instruction_text
+from hostweave.check.operations import ALWAYS, ByteLayout, ByteRegion, Operation, StreamInPool, failure, instruction_text
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size, bound
 
-Environment = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
+Variables = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
 
 
 def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree.Instruction | None) -> int:
@@ -32,7 +32,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
     return value
 
 
-def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
+def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
     """A function that evaluates `expr`, several times faster than walking it again for every step of every rank."""
     match expr:
         case Const(value):
@@ -67,15 +67,15 @@ class Run:
 
     program: ir.HostProgram
     rank: int
-    environment: Environment = field(init=False)
+    environment: Variables = field(init=False)
     places: dict[str, Held] = field(init=False)  # of each buffer
     operations: list[Operation] = field(default_factory=list)
-    last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
+    last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
     generations: dict[str, int] = field(init=False)  # of each root the last one that has begun
-    freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
-    kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
-    stream: Stream | None = None
+    freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
+    kept: dict[StreamInPool, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
+    stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()
     steps_taken: int = 0
 
@@ -93,10 +93,10 @@ class Run:
             self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
         return self.places[name]
 
-    def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
+    def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
         """The bytes that lie so in a buffer, so many bytes after its beginning."""
         root, offset, generation, last = self.place(name, instruction)
-        return Region(root, offset + further, layout, generation, last)
+        return ByteRegion(root, offset + further, layout, generation, last)
 
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)
@@ -107,5 +107,5 @@ class Run:
         raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
 
 
-def coordinates(mesh: Mesh, rank: int) -> Environment:
+def coordinates(mesh: Mesh, rank: int) -> Variables:
     return {f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes}

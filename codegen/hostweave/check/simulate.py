@@ -12,8 +12,8 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, layout
-from hostweave.check.run import Environment, Held, Run, compiled, coordinates, size_of
+from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
+from hostweave.check.run import Held, Run, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
@@ -35,7 +35,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
-    bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
+    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # one for all ranks that hold as much
     local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         local_sizes.append(RankSizes(sizes, program.mesh, rank))
@@ -59,13 +59,13 @@ def _between_calls(binder: _Binder, run: Run) -> Operation:
     """Operations of the caller before the next call: it writes the inputs and reads the outputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
     held = [
-        (Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
+        (ByteRegion(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
     ]
     accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in held])
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
-Step = Callable[[Run], None]
+SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
@@ -76,7 +76,7 @@ class _Binder:
         self.sizes = sizes
         self.bound: dict[Size, int] = {}
         self.types: dict[str, BufferType] = {}
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
         self.own: dict[str, bool] = {}  # of each allocation that is known here: whether every stream has its own
         self.block: ir.OnStream | None = None  # the stream block around
@@ -98,13 +98,13 @@ class _Binder:
             bound = self.bound[dim_size] = size_of(self.program, self.sizes, dim_size, instruction)
         return bound
 
-    def expr(self, expr: Expr) -> Callable[[Environment], int]:
+    def expr(self, expr: Expr) -> Callable[[Variables], int]:
         return compiled(expr, self.sizes)
 
-    def body(self, body: tree.Body) -> list[Step]:
+    def body(self, body: tree.Body) -> list[SimulationStep]:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
-    def nested(self, body: tree.Body) -> list[Step]:
+    def nested(self, body: tree.Body) -> list[SimulationStep]:
         """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
@@ -113,7 +113,7 @@ class _Binder:
 # --- one binder an instruction that is not just memory read and written -----------------------------------------------
 
 
-def _allocate(b: _Binder, i: ir.Allocate) -> Step:
+def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.define(i.out, i.type, i)
     name = i.out
     while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use one name for two buffers
@@ -130,7 +130,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
         run.places[i.out] = Held(root, 0, generation)
-        claim = Access(i.out, Region(root, 0, whole, generation), reads=False, writes=True)
+        claim = Access(i.out, ByteRegion(root, 0, whole, generation), reads=False, writes=True)
         freed = list(run.freed.values())
         if generation:  # in a loop, later instructions of the body have run in the iteration before
             steps = dict(run.steps)
@@ -143,7 +143,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     return step
 
 
-def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
+def _deallocate(b: _Binder, i: ir.Deallocate) -> SimulationStep:
     build, own = _operation(b, i), b.own[i.src]
 
     def step(run: Run) -> None:
@@ -156,7 +156,7 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
     return step
 
 
-def _view(b: _Binder, i: ir.View) -> Step:
+def _view(b: _Binder, i: ir.View) -> SimulationStep:
     type = b.types[i.src]
     b.define(i.out, i.type_of(type), i)
     source, result, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
@@ -178,7 +178,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
     return step
 
 
-def _parameter(b: _Binder, i: AsGiven | TakeOver) -> Step:
+def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
     """Operations of an inlined call, if this rank has it."""
     b.define(i.out, b.types[i.src], i)
 
@@ -194,7 +194,7 @@ def _parameter(b: _Binder, i: AsGiven | TakeOver) -> Step:
     return step
 
 
-def _returned(b: _Binder, i: Returned) -> Step:
+def _returned(b: _Binder, i: Returned) -> SimulationStep:
     build = _operation(b, i)
 
     def step(run: Run) -> None:
@@ -204,7 +204,7 @@ def _returned(b: _Binder, i: Returned) -> Step:
     return step
 
 
-def _post(b: _Binder, i: tree.Instruction) -> Step:
+def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     """Whatever reads and writes memory: compute, collectives, send and recv. What a rank computes by has its values in the operation."""
     build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
@@ -236,8 +236,8 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
 
 
 def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
-    at_root: list[tuple[str, Layout, bool, bool, bool]] = []  # what the root touches, and any rank where there is none
-    elsewhere: list[tuple[str, Layout, bool, bool, bool]] = []  # what a rank touches that is not the root
+    at_root: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # what the root touches, and any rank where there is none
+    elsewhere: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in tree.roles(type(i)).items():
         if role not in _TOUCHES:
             continue
@@ -317,7 +317,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
     return build
 
 
-def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
+def _group(b: _Binder, i: ir.Group | ir.Routed) -> SimulationStep:
     """Operations that are posted together."""
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
@@ -333,7 +333,7 @@ def _member(b: _Binder, i: tree.Instruction) -> Callable[[Run], tuple[Operation,
     return lambda run: (build(run),)
 
 
-def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
+def _on_stream(b: _Binder, i: ir.OnStream) -> SimulationStep:
     index, count = b.expr(i.index), _count(b.program.streams, i.stream)
     b.block = i
     body = b.nested(i.body)
@@ -348,7 +348,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
     return step
 
 
-def _fork(b: _Binder, i: ir.Fork) -> Step:
+def _fork(b: _Binder, i: ir.Fork) -> SimulationStep:
     count = i.first or _count(b.program.streams, i.stream)
 
     def step(run: Run) -> None:
@@ -359,7 +359,7 @@ def _fork(b: _Binder, i: ir.Fork) -> Step:
     return step
 
 
-def _join(b: _Binder, i: ir.Join) -> Step:
+def _join(b: _Binder, i: ir.Join) -> SimulationStep:
     streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
 
     def step(run: Run) -> None:
@@ -370,7 +370,7 @@ def _join(b: _Binder, i: ir.Join) -> Step:
     return step
 
 
-def _record(b: _Binder, i: ir.Record) -> Step:
+def _record(b: _Binder, i: ir.Record) -> SimulationStep:
     slot = _slot(b, i)
 
     def step(run: Run) -> None:
@@ -379,7 +379,7 @@ def _record(b: _Binder, i: ir.Record) -> Step:
     return step
 
 
-def _wait(b: _Binder, i: ir.Wait) -> Step:
+def _wait(b: _Binder, i: ir.Wait) -> SimulationStep:
     slot = _slot(b, i)
 
     def step(run: Run) -> None:
@@ -411,7 +411,7 @@ def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> 
     return next(pool.count for pool in pools if pool.name == name)
 
 
-def _let(b: _Binder, i: ir.Let) -> Step:
+def _let(b: _Binder, i: ir.Let) -> SimulationStep:
     value = b.expr(i.value)
 
     def step(run: Run) -> None:
@@ -420,7 +420,7 @@ def _let(b: _Binder, i: ir.Let) -> Step:
     return step
 
 
-def _for(b: _Binder, i: ir.For) -> Step:
+def _for(b: _Binder, i: ir.For) -> SimulationStep:
     count, outer_loops = b.size(i.count, i), b.loops
     b.loops = (*outer_loops, i)
     body = b.nested(i.body)
@@ -442,7 +442,7 @@ def _for(b: _Binder, i: ir.For) -> Step:
     return step
 
 
-def _if(b: _Binder, i: ir.If) -> Step:
+def _if(b: _Binder, i: ir.If) -> SimulationStep:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
@@ -453,7 +453,7 @@ def _if(b: _Binder, i: ir.If) -> Step:
     return step
 
 
-def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
+def _on_mesh(b: _Binder, i: ir.OnMesh) -> SimulationStep:
     body = b.body(i.body)
     coordinates_of = {rank: coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
 
@@ -468,7 +468,7 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
     return step
 
 
-_BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Step]] = {
+_BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], SimulationStep]] = {
     tree.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,

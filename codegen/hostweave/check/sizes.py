@@ -16,7 +16,7 @@ from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
 
-Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
+SizeSteps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
 
 
 @ir.analysis
@@ -41,7 +41,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
     return {name: given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
 
-def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
+def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
     walked = {name for count in trip_counts(program) for name in count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
@@ -65,7 +65,7 @@ MOST_STEPS = (16, 256, 4096)  # of a size from its least on, in one search and t
 MOST_TRIES = 2**14  # in a search
 
 
-def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
+def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
     """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
     wanted = [(size, 0) for size in not_negative(program)]
     wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
@@ -73,7 +73,7 @@ def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
     return next(filter(None, (_search(sizes, list(dict.fromkeys(wanted)), steps) for steps in MOST_STEPS)), None)
 
 
-def _search(sizes: Steps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
+def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """One size after the other, each taken back where those behind it do not fit."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
     decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}  # by the last symbol of each size
@@ -154,7 +154,7 @@ def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
     """Returns the minimal sizes, larger where no loop counts them, so that a mistake inside a shard shows."""
     least = minimal_sizes(program)
     walked = {name for count in trip_counts(program) for name in count.factors}
-    steps: Steps = {name: (0, size) for name, size in least.items()}
+    steps: SizeSteps = {name: (0, size) for name, size in least.items()}
     elements = _elements(program, least)
     for name, size in least.items():
         if name in walked or name in kept:

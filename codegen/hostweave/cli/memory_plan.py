@@ -20,7 +20,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """A temporary: its offsets, one for each stream that has one; the lines of the host IR from its first to its last use."""
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 class MemoryPlan:
     """`peak` is what the arena takes, `bound` the most bytes that are in use at one moment: less will never do."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     peak: int
     bound: int
 
@@ -68,7 +68,7 @@ class Placed:
     bound: int
 
 
-class Events:
+class ArenaEvents:
     """Calls of `hw::MemoryPlan`, recorded; `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class _Replay:
         self.steps = {body.name: live_ranges(body, is_function=True) for body in self.bodies[:-1]}
         self.steps[""] = live_ranges(program)
         self.buffers: dict[Begin, slice] = {}
-        self.events = Events()
+        self.events = ArenaEvents()
         self.workspace = self.events.new() if any(map(_need_workspace, self.bodies)) else None
         if self.workspace:
             self.events.allocate(self.workspace, -1)
@@ -154,15 +154,15 @@ def _library() -> ctypes.CDLL:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> Row:
+def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> MemoryRow:
     life = uses.lives[begin.place] or [begin.place]
     streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in life)
-    return Row(f"%{begin.name}{of}", str(begin.type), bytes, offsets, (lines[life[0].number], lines[life[-1].number]), tuple(streams))
+    return MemoryRow(f"%{begin.name}{of}", str(begin.type), bytes, offsets, (lines[life[0].number], lines[life[-1].number]), tuple(streams))
 
 
-def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Sequence[Sequence[int]]) -> Row:
+def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Sequence[Sequence[int]]) -> MemoryRow:
     used = [own[place.number] for part, own in zip(parts, lines, strict=True) for place in _need_workspace(part)]
-    return Row("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",))
+    return MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",))
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
@@ -226,7 +226,7 @@ def _table(plan: MemoryPlan) -> list[str]:
     return [*lines, f"peak {plan.peak:,} bytes, lower bound {plan.bound:,}, ratio {ratio:.3f}"]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: MemoryRow) -> tuple[str, ...]:
     each = f"{len(row.offsets)} x " if len(row.offsets) > 1 else ""
     first, last = row.lines
     return row.name, row.type, f"{each}{row.bytes:,}", " ".join(f"{at:,}" for at in row.offsets), f"{first}-{last}", ", ".join(row.streams)

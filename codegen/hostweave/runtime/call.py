@@ -17,7 +17,7 @@ from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, bloc
 
 
 @dataclass(frozen=True)
-class Result:
+class GlobalResult:
     """Destination of a global output."""
 
     library: Library
@@ -30,14 +30,14 @@ LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
 
 
 @dataclass(frozen=True)
-class Call:
+class GlobalCall:
     """Local arrays of one call, and the data needed to join the global results."""
 
     program: HostProgram
     sizes: Mapping[str, int]
     inputs: LocalArrays
     outputs: LocalArrays
-    results: tuple[Result, ...]  # one per output
+    results: tuple[GlobalResult, ...]  # one per output
 
     def global_shapes(self) -> list[Shape]:
         """Shapes of the global inputs."""
@@ -48,7 +48,7 @@ class Call:
         inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
         return inputs, outputs
 
-    def expect_shapes_of(self, other: Call) -> None:
+    def expect_shapes_of(self, other: GlobalCall) -> None:
         """Raises ArgumentError if two calls that run together have inputs of different shapes."""
         for i, parameter in enumerate(self.program.inputs):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
@@ -92,7 +92,7 @@ class Call:
         return to.given if fits else to.library.give(result)
 
 
-def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
+def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
     """Call with these global arrays and the bound ones. Arrays may be given by position or by name.
 
     Raises ArgumentError with the names of program and argument if an array is missing or unknown, or has another dtype, number of
@@ -122,7 +122,7 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     for to in results:
         for rank in ranks if to.device != CPU_DEVICE else ():
             to.library.wait(rank)
-    return Call(program, sizes, inputs, outputs, results)
+    return GlobalCall(program, sizes, inputs, outputs, results)
 
 
 def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[str, int]) -> Shape:
@@ -132,19 +132,19 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
         raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
 
 
-def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> Result:
+def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> GlobalResult:
     """Destination of an output: the donated input of this name, else a new array of the input's library."""
     library, array = accepted[name]
     if not given:
-        return Result(library, library.device(array))
+        return GlobalResult(library, library.device(array))
     expect_writable(f"{program.name}: {name}", library, array)
     others = {p.memory: accepted[p.memory] for p in program.outputs if p.memory not in ("", name)}
     if twice := [other for other, (of, one) in others.items() if of.address(one) == library.address(array) != 0]:
         raise ArgumentError(f"{program.name}: {name} and {twice[0]} are one array, and both are donated; pass an array for each")
-    return Result(library, library.device(array), array, given[name])
+    return GlobalResult(library, library.device(array), array, given[name])
 
 
-def _local(to: Result, type_: TensorType, mesh: Mesh, rank: int, shape: Shape) -> View:
+def _local(to: GlobalResult, type_: TensorType, mesh: Mesh, rank: int, shape: Shape) -> View:
     if not holds(type_, mesh, rank):
         return View(shape)
     device = CPU_DEVICE if to.device == CPU_DEVICE else rank

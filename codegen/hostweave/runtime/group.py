@@ -26,7 +26,7 @@ from hostweave.runtime.board import Board
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
-from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
+from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.sizes import LastSizes, other_call
 from hostweave.runtime.standstill import Stand, describe, from_note, to_note
@@ -227,7 +227,7 @@ class Group:
         given = [json.loads(signature.bound) for signature in signatures]
         ranks = [rank for _, rank in sorted((its_key, rank) for rank, (its_color, its_key) in enumerate(given) if its_color == color)]
         name, provider = f"{self.name}/{self._splits}/{color}", self._provider
-        part = provider.part(name, ranks) if isinstance(provider, Threads) else Part(provider, self.rank, ranks)
+        part = provider.part(name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
         made = Group(part, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
         made.local_rank = self.local_rank
         self._parts.append(made)

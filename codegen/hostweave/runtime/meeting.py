@@ -184,7 +184,7 @@ class StoreMeeting(Meeting):
         self._store.set(f"{self._prefix}/{key}", value.encode())
 
 
-class Table:
+class ThreadTable:
     """Shared state through which the threads of one world meet."""
 
     def __init__(self, threads: Sequence[threading.Thread | None]):
@@ -219,7 +219,7 @@ class ThreadMeeting(Meeting):
     def waits_at_store(self) -> bool:
         return True
 
-    def __init__(self, table: Table, rank: int):
+    def __init__(self, table: ThreadTable, rank: int):
         super().__init__(rank, len(table.threads))
         self._table = table
 

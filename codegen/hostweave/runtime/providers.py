@@ -21,7 +21,7 @@ from hostweave.base.forks import renewed
 from hostweave.base.interrupts import LOOK, interruptibly
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked, checked_arguments
-from hostweave.runtime.meeting import Table
+from hostweave.runtime.meeting import ThreadTable
 from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, TcpStore
 
@@ -72,7 +72,7 @@ class Threads:
             raise ArgumentError(f"hw.Threads: {count!r} ranks; a world has at least 1, and one of threads at most {MOST_THREADS}")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
-        self.tables: dict[str, Table] = {}  # of groups, by epoch
+        self.tables: dict[str, ThreadTable] = {}  # of groups, by epoch
         self.parts: dict[str, Threads] = {}  # providers of split groups, by name
         self.lock = threading.Lock()
         self._store = MemoryStore()
@@ -90,10 +90,10 @@ class Threads:
     def store(self, group: str, timeout: float) -> Store:
         return self._store
 
-    def table(self, epoch: str) -> Table:
+    def table(self, epoch: str) -> ThreadTable:
         """Shared state through which the threads of a group meet."""
         with self.lock:
-            return self.tables.setdefault(epoch, Table(self.threads))
+            return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
         """Some of these threads, in this order. All of them get the same object."""
@@ -161,7 +161,7 @@ class Threads:
             time.sleep(LOOK / 10)
 
 
-class Part:
+class SplitProvider:
     """Some of the ranks of another provider, which are processes, renumbered in this order."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
@@ -187,7 +187,7 @@ class Environment:
     """
 
     def __init__(self, environ: Environ | None = None):
-        self._launch = Launch(os.environ if environ is None else environ)
+        self._launch = LaunchedRank(os.environ if environ is None else environ)
 
     @property
     def local_rank(self) -> int | None:
@@ -402,7 +402,7 @@ def launched(environ: Environ) -> bool:
     return any(launcher.marker in environ for launcher in LAUNCHERS)
 
 
-class Launch:
+class LaunchedRank:
     """Rank of this process, and the place where the ranks of its job meet: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):

@@ -17,7 +17,7 @@ from hostweave.base.interrupts import LOOK
 from hostweave.runtime.lifetime import expect_going_on
 
 T = TypeVar("T")
-Work = Callable[[], None]
+RankWork = Callable[[], None]
 Lease = Callable[[Any, float], Any]  # (member, seconds) -> lease of the devices, or None after a timeout
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, module: ModuleType, size: int):
         name = f"ranks {next(_numbers)}"
-        self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(size)]
+        self._work: list[SimpleQueue[RankWork | None]] = [SimpleQueue() for _ in range(size)]
         self.members: list[Any] = [module.Member(name, rank, rank, size, False) for rank in range(size)]
         self.broken = False
         for rank, work in enumerate(self._work):
@@ -50,7 +50,7 @@ class Ranks:
         work: Callable[[int], T],
         *,
         alone: bool = False,
-        look: Work = expect_going_on,
+        look: RankWork = expect_going_on,
         before_stop: Callable[[BaseException], None] = lambda _: None,
     ) -> list[T]:
         """Returns the result of `work` for each rank, run on the rank's thread when the devices are free.
@@ -77,7 +77,7 @@ class Ranks:
         finally:
             del turn  # an error's traceback would keep it
 
-    def _each(self, work: Callable[[int], T], alone: bool, look: Work, before_stop: Callable[[BaseException], None]) -> list[T]:
+    def _each(self, work: Callable[[int], T], alone: bool, look: RankWork, before_stop: Callable[[BaseException], None]) -> list[T]:
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
             queue.put(partial(_answer, answers, work, rank))
@@ -127,7 +127,7 @@ class Ranks:
             work.put(None)
 
 
-def _serve(queue: SimpleQueue[Work | None]) -> None:
+def _serve(queue: SimpleQueue[RankWork | None]) -> None:
     while work := queue.get():
         work()
         del work  # may hold a program's device memory
@@ -140,7 +140,7 @@ def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -
         answers.put((rank, None, error))
 
 
-def _next(answers: SimpleQueue[Answer], look: Work) -> Answer:
+def _next(answers: SimpleQueue[Answer], look: RankWork) -> Answer:
     while True:
         try:
             return answers.get(timeout=LOOK)
@@ -148,7 +148,7 @@ def _next(answers: SimpleQueue[Answer], look: Work) -> Answer:
             look()
 
 
-def _until(deadline: float) -> Work:
+def _until(deadline: float) -> RankWork:
     def look() -> None:
         if time.monotonic() > deadline:
             raise ExecutionError(f"a rank does not stop within {_STOPPING:g} seconds")

@@ -23,7 +23,7 @@ _TAKEN, _GAVE_UP = b"", b"gave up"  # replace an entry
 
 
 @dataclass(frozen=True)
-class Entry:
+class JoinedRank:
     """One rank's request to join."""
 
     token: str
@@ -38,7 +38,7 @@ class World:
 
     prefix: str  # of its keys; unique, also among earlier groups of the same name
     epoch: str
-    entries: tuple[Entry, ...]  # by rank
+    entries: tuple[JoinedRank, ...]  # by rank
 
     @property
     def hosts(self) -> int:
@@ -53,7 +53,7 @@ class World:
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
     """Waits for all ranks of the group. Raises ExecutionError on all of them if some do not come or expect another number of ranks."""
     prefix = f"hostweave/{quote(group, safe='')}"
-    entry = Entry(uuid.uuid4().hex, rank, count, this_host())
+    entry = JoinedRank(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
     store.set(f"{prefix}/entry/{rank}", json.dumps(asdict(entry)).encode())
     try:
@@ -68,7 +68,7 @@ def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> Wor
             store.set(f"{prefix}/entry/{rank}", _GAVE_UP)
     if "refused" in answer:
         raise ExecutionError(f"hw.init: group {group!r}: {answer['refused']}; start all with one size of world")
-    return World(f"{prefix}/{answer['epoch']}", answer["epoch"], tuple(Entry(**one) for one in answer["entries"]))
+    return World(f"{prefix}/{answer['epoch']}", answer["epoch"], tuple(JoinedRank(**one) for one in answer["entries"]))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -82,21 +82,21 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
     return f"timed out after {timeout:g} s waiting for {ranks_text(ranks)}"
 
 
-def _answer(store: Store, prefix: str, entries: list[Entry]) -> None:
+def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
     """Answers all ranks, as rank 0, after they have come."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:
         answer = {"refused": f"rank {others[0].rank} is in a world of {others[0].count} ranks, rank 0 in one of {entries[0].count}"}
         more = range(len(entries), max(entry.count for entry in others))
-        entries = entries + [entry for rank in more if isinstance(entry := _look(store, prefix, rank), Entry)]
+        entries = entries + [entry for rank in more if isinstance(entry := _look(store, prefix, rank), JoinedRank)]
     for entry in entries:
         store.set(f"{prefix}/entry/{entry.rank}", _TAKEN)
         store.set(f"{prefix}/world/{entry.token}", json.dumps(answer).encode())
 
 
-def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Entry:
-    while not isinstance(entry := _look(store, prefix, rank), Entry):
+def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> JoinedRank:
+    while not isinstance(entry := _look(store, prefix, rank), JoinedRank):
         store.get(f"{prefix}/entry/{rank}", max(0.0, deadline - time.monotonic()))
         if time.monotonic() >= deadline:
             raise TimeoutError
@@ -104,13 +104,13 @@ def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Entry
     return entry
 
 
-def _look(store: Store, prefix: str, rank: int) -> Entry | bytes:
+def _look(store: Store, prefix: str, rank: int) -> JoinedRank | bytes:
     """Entry of a rank, or its replacement: `_GAVE_UP`, or `_TAKEN` if there is no entry or it was removed."""
     try:
         text = store.get(f"{prefix}/entry/{rank}", 0)
     except TimeoutError:
         return _TAKEN
-    return text if text in (_TAKEN, _GAVE_UP) else Entry(**json.loads(text))
+    return text if text in (_TAKEN, _GAVE_UP) else JoinedRank(**json.loads(text))
 
 
 def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -> str:

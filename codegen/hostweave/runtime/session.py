@@ -17,7 +17,7 @@ from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import taken
 from hostweave.runtime.algorithms import Measured
-from hostweave.runtime.call import Call
+from hostweave.runtime.call import GlobalCall
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
@@ -79,13 +79,13 @@ class Session:
         """True if it was closed, or if an error stopped the ranks midway. A new session is then needed."""
         return not self._instances or self._ranks.broken
 
-    def run(self, calls: Sequence[Call], poison: bool) -> None:
+    def run(self, calls: Sequence[GlobalCall], poison: bool) -> None:
         """Runs calls one after another and waits for the last. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._each(calls, lambda staged, schedule: staged.run(schedule, poison), len(calls))
 
-    def measure(self, call: Call, warmups: int, repetitions: int) -> list[list[Timing]]:
+    def measure(self, call: GlobalCall, warmups: int, repetitions: int) -> list[list[Timing]]:
         gate = self._module.Gate(len(self._ranks.members))
         times = self._each([call], lambda staged, schedule: staged.measure(schedule, warmups, repetitions, gate), 1)
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
@@ -98,7 +98,7 @@ class Session:
     def _drop(self) -> None:
         self._instances, self._staged = [], []
 
-    def _each(self, calls: Sequence[Call], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
+    def _each(self, calls: Sequence[GlobalCall], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
         """Results of `work` on every rank, after the ranks are prepared for these calls. At most `in_flight` calls run at a time."""
         native_schedule = self._native(schedule())
         with taken(_turn), native_calls, self._freed_if_broken():
@@ -123,7 +123,7 @@ class Session:
             self._measured.keep()
         return results
 
-    def _prepare(self, calls: Sequence[Call], instances: list[Any], staged: list[Any]) -> None:
+    def _prepare(self, calls: Sequence[GlobalCall], instances: list[Any], staged: list[Any]) -> None:
         first = calls[0]
         ready_for, before, self._ready_for = first.global_shapes(), self._ready_for, None
 

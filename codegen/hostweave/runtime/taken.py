@@ -15,7 +15,7 @@ from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import Bound, accept, expect_as_many, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
 from hostweave.runtime.meeting import Shape, Span
-from hostweave.runtime.windows import Place, Windows, shared_places
+from hostweave.runtime.windows import WindowPlace, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, global_shape, holds, shape_of_global
 
@@ -25,7 +25,7 @@ _MOST_TAKEN = 64  # maximum number of cached argument lists per table
 
 
 @dataclass(frozen=True)
-class Table:
+class BoundTable:
     """Bound inputs of a program on a rank, checked, with a free slot for each other input."""
 
     library: Library | None  # of the first array on this rank
@@ -45,7 +45,7 @@ class Table:
 class Taken:
     """Checked arrays of a call, besides the bound ones, and the destinations of its outputs. It keeps no array alive."""
 
-    table: Table
+    table: BoundTable
     library: Library | None  # of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
@@ -54,7 +54,7 @@ class Taken:
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
     donated: tuple[int, ...]  # per output the address of the donated input, else 0
     spans: tuple[Span, ...]  # of inputs and given outputs
-    windows: tuple[Place, ...]  # of the arguments that the program declares in windows
+    windows: tuple[WindowPlace, ...]  # of the arguments that the program declares in windows
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -82,7 +82,7 @@ class Arguments:
         self._native_table, self._meets, self._windows = native_table, meets, windows
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some arguments exist only on some ranks
         self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # argument lists without overlap, of this rank and of all ranks
-        self.tables: weakref.WeakKeyDictionary[Bound, Table] = weakref.WeakKeyDictionary()
+        self.tables: weakref.WeakKeyDictionary[Bound, BoundTable] = weakref.WeakKeyDictionary()
 
     def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
         """Returns the checked arrays of a call, from the cache if they were checked before. Raises ArgumentError if they do not fit."""
@@ -102,7 +102,7 @@ class Arguments:
 
     def _checked_arrays(
         self,
-        table: Table,
+        table: BoundTable,
         parameters: Sequence[Parameter],
         arrays: Sequence[Array],
         outs: Sequence[Array] | None,
@@ -133,11 +133,11 @@ class Arguments:
             self.global_shapes(taken)  # checks the caller's sizes against the local shapes
         return taken
 
-    def table(self, bound: Bound) -> Table:
+    def table(self, bound: Bound) -> BoundTable:
         """Checked bound inputs of this rank. Raises ArgumentError if an array does not fit this rank."""
         return self.tables.get(bound) or self._new_table(bound)
 
-    def _new_table(self, bound: Bound) -> Table:
+    def _new_table(self, bound: Bound) -> BoundTable:
         parameters = [parameter for parameter in self._host.inputs if parameter.name in bound.arrays]
         held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
         addresses, shapes = places_of(held)
@@ -148,7 +148,7 @@ class Arguments:
         digest = key_of(*map(str, places.items())) if places else ""
         shapes_of_all = tuple(place and place[1] for place in of_all)
         spans = tuple(self._spans(parameters, held, [False] * len(held)))
-        made = self.tables[bound] = Table(library, shapes_of_all, spans, digest, native)
+        made = self.tables[bound] = BoundTable(library, shapes_of_all, spans, digest, native)
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:

@@ -39,7 +39,7 @@ _CUDA = 2
 _building = renewed(threading.Lock())
 
 
-class Place(NamedTuple):
+class WindowPlace(NamedTuple):
     """Position of an array in window memory. It is the same on all ranks for arrays that they made together."""
 
     number: int
@@ -124,12 +124,12 @@ class Windows:
             return WindowArray(memory, module, shape, dtype, device)
         return np.asarray(_HostBytes(memory, size)).view(numpy_dtype(dtype)).reshape(shape)
 
-    def place(self, address: int) -> Place | None:
+    def place(self, address: int) -> WindowPlace | None:
         """Place of an address in window memory, or None if it lies elsewhere."""
         if (at := bisect_right(self._begins, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._begins[at], self._known[at]
-        return Place(number, offset) if offset < size and memory() is not None else None
+        return WindowPlace(number, offset) if offset < size and memory() is not None else None
 
     def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
         """Names of bound inputs and of other parameters whose arrays lie in windows. Bound arrays do not move, so they are cached."""
@@ -143,14 +143,14 @@ class Windows:
         self._begins = sorted(known)
         self._known = [known[begin] for begin in self._begins]
 
-    def _place_of(self, array: Array) -> Place | None:
+    def _place_of(self, array: Array) -> WindowPlace | None:
         try:
             return self.place(library_of(array).address(array))
         except (TypeError, AttributeError, RuntimeError):  # not an array; the call will report it
             return None
 
 
-def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[Place, ...]:
+def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPlace, ...]:
     """Places of the arguments that a program declares in windows. Raises ArgumentError if one lies elsewhere."""
     places, remedy = [], "pass an array of group.empty"
     begins = {span.name: span.begin for span in spans}  # only of arrays that have elements

@@ -181,13 +181,13 @@ def handle_of(stream: Any) -> int:
 # --- report of `hostweave doctor` -------------------------------------------------------------------------------------
 
 
-def _part(part: cuda.Part) -> str:
+def _part(part: cuda.CudaPart) -> str:
     if part.path is None:
         return f"{part.name} missing: pip install {part.package}"
     return f"{part.name}{_version(part)}, {part.path}"
 
 
-def _version(part: cuda.Part) -> str:
+def _version(part: cuda.CudaPart) -> str:
     """Version that a header states."""
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",

@@ -48,7 +48,7 @@ class Totals:
     sent: int
 
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Timeline:
             found.setdefault(event.rank, []).append(event)
         return {rank: tuple(events) for rank, events in found.items()}
 
-    def exposed(self, rank: int) -> list[Span]:
+    def exposed(self, rank: int) -> list[Interval]:
         """When the rank communicates and computes nothing."""
         own = self.of_rank(rank)
         return without(union(e for e in own if e.kind == COMMUNICATION), union(e for e in own if e.kind == COMPUTE))
@@ -140,9 +140,9 @@ class Timeline:
 # --- spans of time ----------------------------------------------------------------------------------------------------
 
 
-def union(events: Iterable[Event]) -> list[Span]:
+def union(events: Iterable[Event]) -> list[Interval]:
     """When one event at least goes on, in order."""
-    spans: list[Span] = []
+    spans: list[Interval] = []
     for start, end in sorted((event.start, event.end) for event in events):
         if spans and start <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(spans[-1][1], end)
@@ -151,9 +151,9 @@ def union(events: Iterable[Event]) -> list[Span]:
     return spans
 
 
-def without(spans: list[Span], others: list[Span]) -> list[Span]:
+def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
     """The parts of spans that lie in no other one. Both are in order, and none overlaps its neighbour."""
-    left: list[Span] = []
+    left: list[Interval] = []
     for start, end in spans:
         for other_start, other_end in others:
             if other_end <= start or other_start >= end:
@@ -164,5 +164,5 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
     return left
 
 
-def length(spans: list[Span]) -> float:
+def length(spans: list[Interval]) -> float:
     return sum(end - start for start, end in spans)

@@ -19,7 +19,7 @@ ARCS = 90  # and of the arcs beside all rows
 
 
 @dataclass(frozen=True)
-class Row:
+class GraphRow:
     """A value, or the head of a function or program, which has no dims."""
 
     text: str  # "%y = matmul(%x, %w)"
@@ -32,10 +32,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Graph:
+class OpGraph:
     """The rows of a fusion and of the functions that it calls."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GraphRow, ...]
     axes: tuple[str, ...]
 
     line, left = LINE, ARCS
@@ -54,11 +54,11 @@ class Graph:
                 yield operand, user, f"M{ARCS - 4} {y0} C{x} {y0}, {x} {y1}, {ARCS - 4} {y1}"
 
 
-def graph_of(fusion: Fusion) -> Graph:
+def graph_of(fusion: Fusion) -> OpGraph:
     """The rows of all bodies, functions first."""
-    rows: list[Row] = []
+    rows: list[GraphRow] = []
     for body in (*fusion.functions, fusion):
-        rows.append(Row(f"{'fusion' if body is fusion else 'function'} @{body.name}", "head"))
+        rows.append(GraphRow(f"{'fusion' if body is fusion else 'function'} @{body.name}", "head"))
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
@@ -68,15 +68,15 @@ def graph_of(fusion: Fusion) -> Graph:
             number_of[op.result.name] = len(rows)
             kind = COMMUNICATION if communicates(op) else COMPUTE
             rows.append(_row(op.result, _text(op), kind, str(op.location or ""), operands))
-    return Graph(tuple(rows), tuple(name for name, _ in fusion.mesh.axes))
+    return OpGraph(tuple(rows), tuple(name for name, _ in fusion.mesh.axes))
 
 
-def _row(value: Value, text: str, kind: str, source: str = "", operands: tuple[int, ...] = ()) -> Row:
+def _row(value: Value, text: str, kind: str, source: str = "", operands: tuple[int, ...] = ()) -> GraphRow:
     type = value.type
     dims = tuple((str(dim.size), tuple(map(str, dim.axes))) for dim in type.dims)
     whole = str(value).removeprefix(f"%{value.name}: ")
     note = whole[whole.index("]") + 1 :].strip() if "]" in whole else ""
-    return Row(text, kind, type.dtype.name, dims, note, source, operands)
+    return GraphRow(text, kind, type.dtype.name, dims, note, source, operands)
 
 
 def _text(op: Op) -> str:

@@ -16,7 +16,7 @@ from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import Timeline
 from hostweave.timeline.predict import timeline_of
-from hostweave.timeline.simulate import Task, tasks_of
+from hostweave.timeline.simulate import SimulatedTask, tasks_of
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
@@ -48,11 +48,11 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
     return timeline_of(program, sizes, basis, ranks)
 
 
-def _take_times(tasks: list[Task], times: Sequence[float]) -> None:
+def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
     """Gives the tasks between two marks their times. The operations of a group are one task; a rank may have none of it."""
     at = iter(times)
     begun: float | None = None
-    inside: list[Task] = []
+    inside: list[SimulatedTask] = []
     for task in tasks:
         if not is_mark(task.operation):
             inside.append(task)
@@ -65,7 +65,7 @@ def _take_times(tasks: list[Task], times: Sequence[float]) -> None:
             begun = None
 
 
-def _align(ranks: list[list[Task]]) -> None:
+def _align(ranks: list[list[SimulatedTask]]) -> None:
     """Moves the times of ranks, each by its own clock, by as little as makes none receive what was not sent yet."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [

@@ -19,7 +19,7 @@ APART = 4.0  # times as long as another one a timeline gets a scale of its own
 
 
 @dataclass(frozen=True)
-class Lane:
+class StreamRow:
     """One stream of one rank in one timeline."""
 
     number: int  # of the timeline
@@ -73,13 +73,13 @@ class Picture:
         return len(self.timelines[0].ranks) - len(self.ranks)
 
     @cached_property
-    def lanes(self) -> list[Lane]:
-        found, y = list[Lane](), TOP
+    def lanes(self) -> list[StreamRow]:
+        found, y = list[StreamRow](), TOP
         for rank in self.ranks:
             for number, timeline in enumerate(self.timelines):
                 basis = f", {timeline.basis.split()[0]}" if len(self.timelines) > 1 else ""
                 for stream in timeline.streams:
-                    found.append(Lane(number, rank, stream, y, f"rank {rank}{basis}, {stream}"))
+                    found.append(StreamRow(number, rank, stream, y, f"rank {rank}{basis}, {stream}"))
                     y += LANE
                 y += GAP // 2
             y += GAP

@@ -11,7 +11,7 @@ from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import CALLER, Event, Timeline
-from hostweave.timeline.simulate import Gathering, Task, play, tasks_of
+from hostweave.timeline.simulate import Gathering, SimulatedTask, play, tasks_of
 from hostweave.types.machine import HOST, Machine
 from hostweave.types.mesh import Sizes
 
@@ -33,7 +33,7 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
     return replace(found, memory=tuple(_memory(ranks[0], instances.roots[0])))
 
 
-def _memory(tasks: list[Task], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
+def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
     """From when on a rank holds how many bytes: inputs and outputs all the time, temporaries from allocate to deallocate."""
     held = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
@@ -48,7 +48,7 @@ def _memory(tasks: list[Task], roots: Mapping[str, Root]) -> Iterator[tuple[floa
                 yield 1e6 * task.start, held
 
 
-def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[Task]]) -> Timeline:
+def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
     """The events of tasks whose times are known. Tasks that neither work nor wait for a signal are not shown."""
     shown = [task for tasks in ranks for task in tasks if is_shown(task)]
     numbers = {task: number for number, task in enumerate(shown)}
@@ -69,7 +69,7 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
-def is_shown(task: Task) -> bool:
+def is_shown(task: SimulatedTask) -> bool:
     """True if a task is an event of the timeline."""
     return bool(task.work.engine) or task.operation.instruction.posts == "wait_signal"
 
@@ -77,17 +77,17 @@ def is_shown(task: Task) -> bool:
 class _Behind:
     """Numbers of the events that a task waits for, through tasks that are not shown."""
 
-    def __init__(self, numbers: dict[Task, int]):
-        self.numbers, self.known = numbers, dict[Task, tuple[int, ...]]()
+    def __init__(self, numbers: dict[SimulatedTask, int]):
+        self.numbers, self.known = numbers, dict[SimulatedTask, tuple[int, ...]]()
 
-    def of(self, task: Task) -> tuple[int, ...]:
+    def of(self, task: SimulatedTask) -> tuple[int, ...]:
         if task not in self.known:
             found = ((self.numbers[each],) if each in self.numbers else self.of(each) for each in task.after)
             self.known[task] = tuple(dict.fromkeys(number for numbers in found for number in numbers))
         return self.known[task]
 
 
-def _event(task: Task, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:
+def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:
     operation = task.operation
     stream = f"{operation.stream[0]}[{operation.stream[1]}]" if operation.stream else CALLER
     start, end = 1e6 * task.start, 1e6 * task.end

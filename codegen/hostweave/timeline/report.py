@@ -15,12 +15,12 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import TEMPLATES
 from hostweave.base.signatures import checked
 from hostweave.timeline.events import WAITING, Event, Timeline
-from hostweave.timeline.graph import Change, Graph
+from hostweave.timeline.graph import Change, OpGraph
 from hostweave.timeline.picture import MOST_RANKS, Picture
 
 
 @dataclass(frozen=True)
-class Difference:
+class Comparison:
     """All executions of one instruction: their mean times in microseconds, predicted and measured."""
 
     name: str
@@ -47,7 +47,7 @@ class Report:
 
     predicted: Timeline
     measured: Timeline | None = None
-    graph: Graph | None = field(default=None, repr=False)  # of the fusion, before it becomes a host program
+    graph: OpGraph | None = field(default=None, repr=False)  # of the fusion, before it becomes a host program
     changes: tuple[Change, ...] = field(default=(), repr=False)  # of each pass
 
     @property
@@ -62,7 +62,7 @@ class Report:
         return self.predicted.micros / self.measured.micros - 1
 
     @cached_property
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> tuple[Comparison, ...]:
         """Errors of the instructions that work, in order, over all ranks and steps of loops; empty if nothing was measured."""
         found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
         measured = self.measured.events if self.measured else ()
@@ -70,7 +70,7 @@ class Report:
             if one.kind != WAITING:
                 found.setdefault((one.name, one.source), []).append((one, other))
         return tuple(
-            Difference(name, pairs[0][0].kind, pairs[0][0].instruction, len(pairs), *(_mean(events) for events in zip(*pairs, strict=True)))
+            Comparison(name, pairs[0][0].kind, pairs[0][0].instruction, len(pairs), *(_mean(events) for events in zip(*pairs, strict=True)))
             for (name, _), pairs in found.items()
         )
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hostweave.check.match_collectives import Meeting
+from hostweave.check.match_collectives import MatchedCollective
 from hostweave.check.operations import Instances, Operation
 from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
 from hostweave.timeline.cost import Work, work_of
@@ -23,19 +23,19 @@ from hostweave.types.machine import Machine
 class Gathering:
     """The tasks of several ranks that must have started before any of those that communicate with them goes on."""
 
-    tasks: list[Task]
-    awaited_by: list[Task]
+    tasks: list[SimulatedTask]
+    awaited_by: list[SimulatedTask]
     missing: int
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class SimulatedTask:
     """One operation, and when it goes on: it starts when it is the turn of its stream, and is done when its work is."""
 
     operation: Operation
     work: Work
-    after: list[Task] = field(default_factory=list)  # those that must be done before it starts
-    followers: list[Task] = field(default_factory=list)
+    after: list[SimulatedTask] = field(default_factory=list)  # those that must be done before it starts
+    followers: list[SimulatedTask] = field(default_factory=list)
     meets: list[Gathering] = field(default_factory=list)  # that must be complete before its work begins
     completes: list[Gathering] = field(default_factory=list)  # that it must come to
     blocked: int = 0
@@ -51,7 +51,7 @@ class Task:
         return self.end >= 0
 
 
-def tasks_of(instances: Instances, met: Iterable[Meeting], machine: Machine) -> list[list[Task]]:
+def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Machine) -> list[list[SimulatedTask]]:
     """The tasks of every rank, in the order in which its host issues them, and what they wait for."""
     ranks = [_tasks(operations, machine) for operations in instances.ranks]
     task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
@@ -60,7 +60,7 @@ def tasks_of(instances: Instances, met: Iterable[Meeting], machine: Machine) -> 
     return ranks
 
 
-def play(ranks: list[list[Task]]) -> None:
+def play(ranks: list[list[SimulatedTask]]) -> None:
     """Gives all tasks their times, in seconds."""
     _Machine(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
@@ -68,13 +68,13 @@ def play(ranks: list[list[Task]]) -> None:
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
-def _tasks(operations: Sequence[Operation], machine: Machine) -> list[Task]:
+def _tasks(operations: Sequence[Operation], machine: Machine) -> list[SimulatedTask]:
     """Tasks of one rank. Each follows the last one on its stream, its dependencies, and the last communication if these take turns."""
-    found: dict[Operation, Task] = {}
-    latest: dict[object, Task] = {}
-    posted: Task | None = None
+    found: dict[Operation, SimulatedTask] = {}
+    latest: dict[object, SimulatedTask] = {}
+    posted: SimulatedTask | None = None
     for operation in operations:
-        task = found[operation] = Task(operation, work_of(operation, machine))
+        task = found[operation] = SimulatedTask(operation, work_of(operation, machine))
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
         if operation.takes_turns:
             before += [posted] if posted else []
@@ -85,13 +85,13 @@ def _tasks(operations: Sequence[Operation], machine: Machine) -> list[Task]:
     return list(found.values())
 
 
-def _after(task: Task, earlier: Task) -> None:
+def _after(task: SimulatedTask, earlier: SimulatedTask) -> None:
     task.after.append(earlier)
     earlier.followers.append(task)
     task.blocked += 1
 
 
-def _meet(meeting: Meeting, task_of: dict[Operation, Task]) -> None:
+def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -> None:
     tasks = [task_of[part] for part in meeting.parts]
     if meeting.is_signal:
         _after(tasks[1], tasks[0])
@@ -113,11 +113,11 @@ def _meet(meeting: Meeting, task_of: dict[Operation, Task]) -> None:
 class _Machine:
     """The clock, and what runs on every rank."""
 
-    def __init__(self, ranks: list[list[Task]]):
+    def __init__(self, ranks: list[list[SimulatedTask]]):
         self.ranks = ranks
         self.now = 0.0
-        self.running: dict[int, list[Task]] = defaultdict(list)
-        self.ends: list[tuple[float, int, Task, float]] = []  # a heap of when tasks would end, at the rate that they had then
+        self.running: dict[int, list[SimulatedTask]] = defaultdict(list)
+        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # a heap of when tasks would end, at the rate that they had then
         self.pushed = 0
 
     def run(self) -> None:
@@ -132,7 +132,7 @@ class _Machine:
             self.now = end
             self.finish(task)
 
-    def start(self, ready: list[Task]) -> None:
+    def start(self, ready: list[SimulatedTask]) -> None:
         """Starts tasks, and all that may start with them since they take no time."""
         while ready:
             task = ready.pop()
@@ -151,14 +151,14 @@ class _Machine:
                     self.running[each.operation.rank].append(each)
                     self.share(each.operation.rank)
 
-    def finish(self, task: Task) -> None:
+    def finish(self, task: SimulatedTask) -> None:
         rank = task.operation.rank
         self.running[rank].remove(task)
         ready = self.done(task)
         self.share(rank)
         self.start(ready)
 
-    def done(self, task: Task) -> list[Task]:
+    def done(self, task: SimulatedTask) -> list[SimulatedTask]:
         """The tasks that may start now."""
         task.end = self.now
         for follower in task.followers:
@@ -185,7 +185,7 @@ class _Machine:
                 task.since, task.rate = self.now, rate
                 self.push(self.now + max(task.left, 0.0) / rate, task)
 
-    def push(self, end: float, task: Task) -> None:
+    def push(self, end: float, task: SimulatedTask) -> None:
         self.pushed += 1
         heapq.heappush(self.ends, (end, self.pushed, task, task.rate))
 

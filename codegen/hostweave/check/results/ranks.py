@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import ExecutionError
-from hostweave.check.match_collectives import Meeting
-from hostweave.check.operations import Access, Instances, Layout, Operation
+from hostweave.check.match_collectives import MatchedCollective
+from hostweave.check.operations import Access, ByteLayout, Instances, Operation
 from hostweave.check.results import field
 from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
@@ -30,14 +30,14 @@ REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximu
 REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
-class Ranks:
+class FieldRanks:
     """The memory of all ranks, and how far each has come. `lanes` is the number of lanes of a rank: one a seed."""
 
-    def __init__(self, instances: Instances, met: Sequence[Meeting], lanes: int, functions: Functions):
+    def __init__(self, instances: Instances, met: Sequence[MatchedCollective], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
         self.meeting_of = {part: meeting for meeting in met for part in meeting.parts}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-        self.buffers: dict[str, Buffer] = {}
+        self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # what each communication that was reached sends
         self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # what comes from these, reduced where it is to be
         self.bound: dict[tuple[str, int], list[tuple[Any, ...]]] = {}  # the ops of each kernel, at the sizes of a rank
@@ -46,11 +46,11 @@ class Ranks:
 
     # --- memory ---
 
-    def buffer(self, root: str) -> Buffer:
+    def buffer(self, root: str) -> FieldBuffer:
         if root not in self.buffers:
             roots = [of[root] for of in self.instances.roots if root in of]
             most = max(of.layout.count for of in roots)
-            self.buffers[root] = Buffer(roots[0].layout, len(self.instances.ranks), self.lanes, most, self.functions)
+            self.buffers[root] = FieldBuffer(roots[0].layout, len(self.instances.ranks), self.lanes, most, self.functions)
         return self.buffers[root]
 
     def put(self, rank: int, root: str, block: Lanes) -> None:
@@ -60,7 +60,7 @@ class Ranks:
     def whole(self, rank: int, root: str) -> Lanes:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
-    def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> View:
+    def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
         """Returns the memory that the accesses of ranks name. All have one layout. Their buffers differ where their streams do."""
         regions = [access.region for access in accesses]
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
@@ -263,7 +263,7 @@ class _Queue:
         else:
             self.step()
 
-    def awaited(self, meeting_of: Mapping[Operation, Meeting]) -> Sequence[Operation]:
+    def awaited(self, meeting_of: Mapping[Operation, MatchedCollective]) -> Sequence[Operation]:
         """Returns the communications that have to post before the operation ends."""
         assert self.now
         return [source for part in self.now.communications if part in meeting_of for source in meeting_of[part].sources(part)]
@@ -275,10 +275,10 @@ class _Queue:
 _ODD = np.uint64(0x9E3779B1)
 
 
-class Buffer:
+class FieldBuffer:
     """A buffer of all ranks: each part is [rank, lane, element]. Unwritten elements are random, with a shadow of NaN."""
 
-    def __init__(self, layout: Layout, ranks: int, lanes: int, count: int, functions: Functions):
+    def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
         shape = (ranks, lanes, count)
         if layout.dtype.kind == "float":
@@ -288,7 +288,7 @@ class Buffer:
         else:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
 
-    def view(self, ranks: Sequence[int], offset: int, layout: Layout) -> View:
+    def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
         """Returns the memory of one layout at the same place on these ranks."""
         if ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks):
             return Views([self.view([rank], offset, layout) for rank in ranks])
@@ -300,10 +300,10 @@ class Buffer:
             first = (ranks[0] * self.lanes * self.count + (start if layout.count else 0)) * size
             strides = (self.count * size, *(stride * size for stride in layout.strides))
             parts.append(np.ndarray((lanes, *layout.shape), part.dtype, part, first, strides))
-        return View(self.kind(*parts))
+        return FieldView(self.kind(*parts))
 
 
-class View:
+class FieldView:
     def __init__(self, array: Lanes):
         self.array = array
 
@@ -324,10 +324,10 @@ class View:
             part[...] = new
 
 
-class Views(View):
+class Views(FieldView):
     """Memory at different places of several ranks: the lanes of each, one after the other."""
 
-    def __init__(self, views: Sequence[View]):
+    def __init__(self, views: Sequence[FieldView]):
         self.views = views
 
     @property

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ExecutionError, ProgramError
-from hostweave.check.match_collectives import Meeting, meetings
+from hostweave.check.match_collectives import MatchedCollective, meetings
 from hostweave.check.operations import Access, Instances, instruction_text
 from hostweave.check.results.arithmetic import HASHED, JOINED, run_fusion
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs, steering_integers
 from hostweave.check.results.lanes import Lanes
-from hostweave.check.results.ranks import Ranks
+from hostweave.check.results.ranks import FieldRanks
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
@@ -79,7 +79,9 @@ class Wanted:
         return Wanted(self.fusion, self.sizes, functions, self.seeds)
 
 
-def difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None = None) -> Difference | None:
+def difference(
+    wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective], ran: set[tree.Instruction] | None = None
+) -> Difference | None:
     """Returns the first difference between a host program and its fusion, at the sizes of `wanted`.
 
     exp is a random function first. Programs that join softmaxes by their log-sum-exps differ then, so that exp is a homomorphism in a
@@ -92,11 +94,13 @@ def difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran
     return found if found and _differs_in_f64(joined, instances, met) else None
 
 
-def _differs_in_f64(wanted: Wanted, instances: Instances, met: Sequence[Meeting]) -> bool:
+def _differs_in_f64(wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective]) -> bool:
     return any(output.differs_in_f64(NEARLY).any() for output in computed_outputs(wanted, instances, met))
 
 
-def _difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None) -> Difference | None:
+def _difference(
+    wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective], ran: set[tree.Instruction] | None
+) -> Difference | None:
     for output in computed_outputs(wanted, instances, met, ran):
         wrong = output.got.differs(output.want)
         if wrong.any():
@@ -134,13 +138,13 @@ class Output:
 def computed_outputs(
     wanted: Wanted,
     instances: Instances,
-    met: Sequence[Meeting],
+    met: Sequence[MatchedCollective],
     ran: set[tree.Instruction] | None = None,
     watch: Callable[[int, Access, Lanes], None] | None = None,
 ) -> Iterator[Output]:
     """Runs a host program on all ranks, and yields the block of each rank for each output."""
     program, mesh = instances.program, instances.program.mesh
-    ranks = Ranks(instances, met, wanted.seeds, wanted.functions)
+    ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
     ranks.watch = watch
     for parameter in program.inputs:
         whole = wanted.inputs[parameter.name]
@@ -175,7 +179,7 @@ class Results:
         self.ran: set[tree.Instruction] = set()
         self.left_out: list[str] = []
 
-    def compare(self, instances: Instances, met: Sequence[Meeting], sizes: Sizes) -> None:
+    def compare(self, instances: Instances, met: Sequence[MatchedCollective], sizes: Sizes) -> None:
         """Raises ProgramError for the first element of an output that differs, with the pass after which it does."""
         if (elements := work(self.fusion, sizes)) > self.most:
             at = "".join(f", {name}={size}" for name, size in sizes.items())
