@@ -207,7 +207,7 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
     for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
         if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag shards are equal
             steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
-    uneven: Steps = {}
+    uneven: SizeSteps = {}
     for name, size in least.items():
         step = steps.get(name, 0)
         taken = {other for _, other in uneven.values()} if step else {}
