@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -49,3 +50,12 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
             whole[block_of(output.type, host.mesh, rank, shape)] = outputs[output.name]
         made.append(torch.from_numpy(whole))
     return part.values(tuple(made))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for ranges of sizes are compiled in the background in tests of these alone, for the time that it takes."""
+    if "ranges" not in request.node.path.name and "torch" in sys.modules:
+        import hostweave.torch
+
+        monkeypatch.setattr(hostweave.torch.programs, "vary", lambda *_: False)

@@ -371,6 +371,18 @@ class Group:
             board.forget_path()
         return (board if all_have else None,)
 
+    def all_say(self, yes: bool) -> bool:
+        """Returns True on all ranks if all say yes. All ranks call it.
+
+        Raises ExecutionError if a rank fails, or does not call it within `call_timeout`.
+        """
+        try:
+            return all(record == "True" for record in self._gathered(str(yes), self.call_timeout))
+        except (PeerLost, Failed, TimeoutError) as failure:
+            late = str(failure) if isinstance(failure, Failed) else timed_out(self.call_timeout, getattr(failure, "ranks", (0,)))
+            self.fail(late)
+            raise ExecutionError(late) from None
+
     def _gathered(self, record: str, timeout: float) -> list[str]:
         """Records of all ranks. Raises TimeoutError if the store does not answer; noticing that may take up to a second more."""
         gather = partial(self.meeting.gather, record, timeout)

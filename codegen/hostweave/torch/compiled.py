@@ -25,6 +25,7 @@ from hostweave.runtime.providers import Threads
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.caches import continued
 from hostweave.torch.graph import Graph, is_complex
+from hostweave.torch.ranges import Ranges
 from hostweave.torch.state import State
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,6 +77,11 @@ class Part:
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
+        self.ranges: Ranges[Part] | None = None  # of a program that takes several sizes
+
+    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> Part:
+        """The part that computes a call: that of the range of its sizes, if there is one."""
+        return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
         """Returns the values of the graph for this rank's blocks, or for global tensors if all ranks are in this process."""
@@ -260,7 +266,7 @@ class CompiledModule(Delegating):
         """Computes the module's results. Call the module itself instead, which also runs hooks."""
         arrays, group = self._checked(args, kwargs), self._group()
         written = self._written(arrays, group)
-        made = self._finished(self._part({**arrays, **written}, group), written)
+        made = self._finished(self._part.for_call(arrays, group)({**arrays, **written}, group), written)
         continued((args, kwargs), made)
         return made
 
@@ -281,7 +287,7 @@ class CompiledModule(Delegating):
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
             raise ArgumentError(f"{self._name}: capture: {why}; use functions that do not, such as inv_ex")
         written = self._written(arrays, group)
-        call, copies = self._part.capture({**arrays, **written}, group)
+        call, copies = self._part.for_call(arrays, group).capture({**arrays, **written}, group)
         returned = self._finished(self._part.values(call.outputs), written)
 
         def launch(stream: Any) -> None:

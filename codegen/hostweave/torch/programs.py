@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import Layouts
+from hostweave.torch.ranges import Ranges, vary
 from hostweave.torch.step import TrainingStep
 from hostweave.torch.trace import state_written, traced
 from hostweave.torch.training import TrainingModule
@@ -47,11 +52,19 @@ def compiled(
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
 
-    def program_of(graph: Graph, end: str = "") -> Program:
-        return compile_program(traced(graph, f"{name}{end}", settings), target=device, options=settings)
+    compiling = threading.Lock()  # programs of a graph for several sizes
+
+    def program_of(graph: Graph, end: str = "", sizes: Mapping[str, int] | None = None) -> Program:
+        own = replace(settings, sizes={**(sizes or {}), **settings.sizes})
+        with compiling:
+            fusion = traced(graph, f"{name}{end}", own)
+        return compile_program(fusion, target=device, options=own)
 
     if not training:
-        return CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
+        part = Part(graph, module, program_of)
+        if mesh.size > 1 and settings.overlap == "auto" and vary(graph, settings.sizes):
+            part.ranges = Ranges(graph, lambda sizes: Part(graph, module, partial(program_of, sizes=sizes)))
+        return CompiledModule(module, graph_of, graph, part)
     wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]
     joint = joint_of(graph, wanted, step is not None)
     if step is not None:

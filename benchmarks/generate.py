@@ -1,0 +1,108 @@
+"""Decode of Llama 3 8B shapes by `generate`, against transformers' compiled static cache: milliseconds per token.
+
+`torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Ours is tensor-parallel on all
+GPUs, with a CUDA graph for each token. The peers are transformers with a static cache: eager, and with the decoder that
+it compiles, on one GPU. A time is that of the tokens behind the first ones: (time of 128 new tokens - time of 16) / 112, so that
+prompts and compiling count in none. Ways alternate. `--tiny` runs small layers, also on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from peers import report
+
+import hostweave as hw
+import hostweave.torch
+
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
+PROMPT, FEW, MANY = 128, 16, 128
+
+
+def llama(is_tiny: bool, layers: int, device: str) -> Any:
+    sizes = (
+        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256}
+        if is_tiny
+        else {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    )
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
+    with torch.device(device):
+        module = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    module.generation_config.eos_token_id = None  # all sequences have all tokens
+    return module
+
+
+def seconds(generate: Callable[[int], Any], tokens: int) -> float:
+    """Time of a call on this rank, from when all ranks begin."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    generate(tokens)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def compare(module: Any, batch: int, ranks: int, turns: int, few: int, many: int) -> dict[str, list[float]]:
+    """Milliseconds per token of each way, turn by turn."""
+    ids = torch.randint(0, module.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(module.device)
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    options = hw.Options(graph="auto") if torch.cuda.is_available() else None
+    example = {"input_ids": ids, "use_cache": False}
+    ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLAN if ranks > 1 else {}, example, options=options)
+    static = {**given, "cache_implementation": "static"}
+    ways: dict[str, Callable[[int], Any]] = {
+        "hostweave": lambda tokens: ours.generate(ids, **given, max_new_tokens=tokens),
+        "transformers, static cache": lambda tokens: module.generate(ids, **static, max_new_tokens=tokens, disable_compile=True),
+        "transformers, compiled static cache": lambda tokens: module.generate(ids, **static, max_new_tokens=tokens),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.no_grad():
+        for call in ways.values():
+            call(few)
+            call(many)
+        for _ in range(turns):
+            for name, call in ways.items():
+                times[name].append((seconds(call, many) - seconds(call, few)) / (many - few) * 1000)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs=2, default=[FEW, MANY], help="the numbers of new tokens between which is measured")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    on_gpus = torch.cuda.is_available()
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        group = hw.init(hw.TorchStore())
+    else:
+        group = hw.init()
+    device = f"cuda:{group.local_rank}" if on_gpus else "cpu"
+    if on_gpus:
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    module = llama(arguments.tiny, arguments.layers, device)
+    for batch in arguments.batches:
+        times = compare(module, batch, group.count, arguments.turns, *arguments.tokens)
+        if group.rank == 0:
+            if on_gpus:
+                report.print_machine()
+            print(f"batch {batch}, {arguments.layers} layers, {group.count} ranks: {report.line(times, ['hostweave'])}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Programs for ranges of sizes that are known only at a call: compiled in the background, while the sequential program runs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from hostweave.api import Program
+from hostweave.runtime.group import Group
+from hostweave.torch.graph import Graph
+
+KEPT = 16  # ranges that have a program; each program has its own memory
+_MEET = 64  # ranks ask each other at calls 1, 2, 4 and so on of a range, and then at each 64th
+
+_compiling = threading.Lock()  # so that calls keep most of the processor
+
+
+class Computes(Protocol):
+    """A part of a module: a program, with the tensors that it reads."""
+
+    program: Program
+
+
+P = TypeVar("P", bound=Computes)
+
+
+class Ranges(Generic[P]):
+    """Parts for ranges of sizes, from a power of four to the next. The first call of a range has its part compiled, for its sizes.
+
+    A part is used where the cost model overlaps communication at its sizes, and only once all ranks of a group have it: ranks compile
+    at their own speed, and run the same program in each call.
+    """
+
+    def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
+        """`compile` makes the part for typical sizes. It runs in a thread of its own."""
+        self._compile, self._lock = compile, threading.Lock()
+        types = graph.input_types
+        self._dims = [
+            (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
+        ]
+        self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
+        self._calls: dict[Any, int] = {}  # by rank and range, until the ranks have agreed
+
+    def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
+        """The part for these arguments; None if the sequential program runs. All ranks call it, with the same sizes."""
+        is_one = group is None or group.count == 1
+        sizes = {
+            size: arrays[name].shape[dim]
+            for name, dim, size, is_sharded in self._dims
+            if name in arrays and (group is None or not is_sharded)
+        }
+        if not sizes or len(sizes) < len({size for _, _, size, _ in self._dims}):
+            return None
+        key = tuple((name, (size.bit_length() + 1) // 2) for name, size in sorted(sizes.items()))
+        with self._lock:
+            if key not in self._parts:
+                if len(self._parts) == KEPT:
+                    return None
+                self._parts[key] = self._begun(sizes)
+            made = self._parts[key]
+        of_rank = group.rank if group else None, key
+        if (calls := self._calls.get(of_rank, 0)) >= 0:
+            self._calls[of_rank] = calls = calls + 1
+            if not is_one and calls % _MEET and calls & (calls - 1):
+                return None
+            if not (made.done() if is_one or group is None else group.all_say(made.done())):
+                return None
+            self._calls[of_rank] = -1
+        return made.result()
+
+    def wait(self) -> None:
+        """Waits until the parts of all ranges that were called are compiled."""
+        for made in list(self._parts.values()):
+            made.result()
+
+    def _begun(self, sizes: Mapping[str, int]) -> Future[P | None]:
+        made: Future[P | None] = Future()
+
+        def compile() -> None:
+            try:
+                with _compiling:
+                    part = self._compile(sizes)
+                if overlaps := any(choice.taken.name != "none" for choice in part.program.choices):
+                    part.program.build()
+                made.set_result(part if overlaps else None)
+            except Exception as error:  # the sequential program stays
+                warnings.warn(f"{error}; calls of these sizes, {dict(sizes)}, stay sequential", stacklevel=1)
+                made.set_result(None)
+
+        threading.Thread(target=compile, name=f"compiles for {dict(sizes)}", daemon=True).start()
+        return made
+
+
+def vary(graph: Graph, stated: Mapping[str, int]) -> bool:
+    """True if a graph has sizes that are known only at a call, and not all of them are stated."""
+    named = {dim.size.name for of in graph.input_types.values() for dim in of.dims if dim.size.name}
+    return not named <= stated.keys()

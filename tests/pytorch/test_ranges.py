@@ -1,0 +1,86 @@
+"""Programs for ranges of sizes: calls overlap where that is faster, and stay sequential elsewhere and while a program is compiled."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+from torch.export import Dim  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.torch.ranges import Ranges  # noqa: E402
+from hostweave.types.machine import H200  # noqa: E402
+
+LINKS = tuple(replace(link, points=tuple((size, 1000 * seconds) for size, seconds in link.points)) for link in H200.links)
+SLOW = replace(H200, flops=1e11, links=LINKS)  # transfers and products of few elements take long
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+PLAN = {"norm": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
+
+
+@pytest.mark.extra
+def test_calls_of_two_ranges() -> None:
+    module, x = Mlp().eval(), torch.randn(64, 32)
+    options = hw.Options(machine=SLOW)
+    sizes = {"x": {0: Dim("rows", min=2, max=65536)}}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (x,), options=options, dynamic_shapes=sizes)
+    ranges = model._part.ranges
+    assert ranges is not None
+    with torch.no_grad():
+        for rows in (4096, 4, 4096, 4, 5000):
+            x = torch.randn(rows, 32)
+            torch.testing.assert_close(model(x), module(x), rtol=1e-4, atol=1e-5)
+            ranges.wait()
+    large, small = (model._part.for_call({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
+    assert large.program.choices[0].taken.name == "put(2)"
+    assert small is model._part
+    assert all(choice.taken.name == "none" for choice in small.program.choices)
+
+
+def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
+    """Which calls of each rank run a part for their sizes. A rank has compiled it when its event is set, by its third call."""
+    graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> list[bool]:
+        group = hw.init(threads)
+        choice = SimpleNamespace(taken=SimpleNamespace(name="put(2)"))
+
+        def compile(_: Any) -> Any:
+            ready[rank].wait(30)
+            return SimpleNamespace(program=SimpleNamespace(choices=[choice], build=lambda: None))
+
+        ranges: Ranges[Any] = Ranges(graph, compile)
+        found = []
+        for call in range(1, 9):
+            if call == 4:
+                ready[rank].set()
+                ranges.wait()
+            found.append(ranges.part({"x": torch.empty(100, 8)}, group) is not None)
+        return found
+
+    return threads.run(rank_main)
+
+
+def test_ranks_change_at_the_same_call() -> None:
+    """One rank compiles at once, the other one until its fourth call, before which ranks meet."""
+    ready = [threading.Event(), threading.Event()]
+    ready[0].set()
+    assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2
