@@ -13,7 +13,7 @@ from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
 
-KEPT = 16  # maximum number of variants for particular sizes in a group; each has its own memory
+MOST_PER_GROUP = 16  # maximum number of variants for particular sizes in a group; each has its own memory
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -42,7 +42,7 @@ class Variants(Generic[R]):
         self._made: dict[Hashable, R | None] = {}  # None if the program itself is this variant
         # Latest variants for sizes that ranks cannot share evenly, by group; by the caller's object for `run`.
         self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
-        self._compiled_at = lru_cache(KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
+        self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
         self._lock = renewed(threading.Lock())
 
     def __iter__(self) -> Iterator[R]:
@@ -97,7 +97,7 @@ class Variants(Generic[R]):
                 made = self._compiled_at(constants)
                 found = self._running(made) if made else None
             kept[constants] = found
-            if len(kept) > KEPT:
+            if len(kept) > MOST_PER_GROUP:
                 freed = kept.pop(next(iter(kept)))
         del freed  # freed outside the lock
         return found

@@ -113,7 +113,7 @@ def test_the_ranks_of_a_group() -> None:
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group frees its least recently used variants, on all ranks at the same call, unless a captured call uses them."""
-    monkeypatch.setattr(variants, "KEPT", 2)
+    monkeypatch.setattr(variants, "MOST_PER_GROUP", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
     def some(x: hw.Tensor) -> hw.Tensor:

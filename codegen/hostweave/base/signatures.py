@@ -12,7 +12,7 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-LONGEST = 120  # longest usage of a function in a message, in characters
+MOST_CHARACTERS = 120  # longest usage of a function in a message, in characters
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
@@ -68,7 +68,7 @@ def _misfit(function: Callable[..., object], error: Exception, options: Mapping[
         return f"{name}: {str(error).partition('() ')[2]}; write {usage}"
     torch_word = _OF_TORCH.get(unknown)
     remedy = f"did you mean {torch_word}?" if torch_word in by_name else did_you_mean(unknown, by_name)
-    return f"{name}: {usage if len(usage) <= LONGEST else name} has no parameter {unknown!r}; {remedy}"
+    return f"{name}: {usage if len(usage) <= MOST_CHARACTERS else name} has no parameter {unknown!r}; {remedy}"
 
 
 def _mistyped(
@@ -93,7 +93,7 @@ def _mistyped(
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
                 shown = " ".join(repr(value).split())  # the repr of an array has several lines
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
-                usage = usage if len(usage) <= LONGEST else f"{name}({_without_type(parameters[parameter])})"
+                usage = usage if len(usage) <= MOST_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
                 return f"{name}: {argument}={shown} is no {_worded(hints[parameter])}; write {usage}"
     return None
 

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from hostweave.fusion_ir.emitter import Emitter
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
-from hostweave.fusion_ir.ops.attention import COUNTS
+from hostweave.fusion_ir.ops.attention import COUNTS, LEAST_SCORE
 from hostweave.fusion_ir.ops.attributes import CAUSAL, IS_PACKED, KEY_BLOCKS, WINDOW
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import Axes
 
 FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
-LEAST = -1e30  # lower bound of a row's largest score, if that is not -inf
 
 
 class BlockWriter(Emitter):
@@ -27,7 +26,7 @@ class BlockWriter(Emitter):
         """Emits the joined result, or its log-sum-exps. `lse` and `blocks` are those of this rank, `lses` those of all ranks."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
-            shift = self.make("maximum", largest, LEAST)
+            shift = self.make("maximum", largest, LEAST_SCORE)
             powers = self.make("exp", self.make("subtract", lses, shift))
             self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest term is exp(0)
         largest, shift, sums = self.sums[lses]

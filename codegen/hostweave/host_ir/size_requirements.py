@@ -14,7 +14,7 @@ from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
 
-MOST = 2**48  # elements: more than any memory has
+MOST_ELEMENTS_OF_A_SIZE = 2**48  # elements: more than any memory has
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:

@@ -47,7 +47,7 @@ _ABORTING = 15.0  # maximum seconds for aborting
 _TELLING = 1.0  # seconds for the store to take a message to the other ranks
 _ANSWER = 1.0  # seconds for the other ranks to answer where they stand
 _STORE = 10.0  # seconds for the store to answer whether the group has failed
-_LONGEST = 1e8  # seconds; clocks accept no longer limit
+_MOST_SECONDS = 1e8  # seconds; clocks accept no longer limit
 
 
 class _Thread(threading.local):
@@ -94,7 +94,7 @@ def init(
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ArgumentError(f"hw.init: {name}={seconds!r} is no number of seconds; give one, as 60")
-    timeout, call_timeout = min(timeout, _LONGEST), min(call_timeout, _LONGEST)
+    timeout, call_timeout = min(timeout, _MOST_SECONDS), min(call_timeout, _MOST_SECONDS)
     present = current(group)
     if present and not present.failure and provider is None:
         return present

@@ -34,8 +34,8 @@ from hostweave.types.tensor import block_shape, holds
 
 T = TypeVar("T")
 
-LONGEST = 4096  # maximum number of calls between two decisions on graphs
-SPARE = 8  # one in so many calls may have new arrays
+MOST_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
+CALLS_PER_NEW_ARRAY = 8  # one in so many calls may have new arrays
 
 _building = renewed(threading.Lock())  # ranks that are threads need the module at the same time
 
@@ -474,13 +474,13 @@ class CommonGraphs:
     def wants(self, unseen: int) -> bool:
         """Vote of this rank. `unseen` is its number of calls with new arrays so far."""
         calls, new = self._calls - self._before[0], unseen - self._before[1]
-        return new * SPARE <= calls
+        return new * CALLS_PER_NEW_ARRAY <= calls
 
     def decide(self, wanted: Sequence[bool], unseen: int) -> None:
         """Sets the decision from the votes of all ranks."""
         self.agreed = all(wanted)
         self._before = self._calls, unseen
-        self._meets_after = self._calls + min(self._calls, LONGEST)
+        self._meets_after = self._calls + min(self._calls, MOST_CALLS_BETWEEN_VOTES)
 
 
 class Captured:

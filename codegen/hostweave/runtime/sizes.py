@@ -16,7 +16,7 @@ from hostweave.types.tensor import holds
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
-_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
+_CALLS_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
 
 
 class Sizes(NamedTuple):
@@ -37,7 +37,7 @@ class LastSizes:
     def __init__(self, group: Group):
         self.number = group.number(self)  # the same on all ranks, because they make the first call of a program together
         self.calls = 0  # number of calls that this rank has begun
-        self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_KEPT)
+        self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_CALLS_KEPT)
         self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed last
         self.variant: ComparedSizes | None = None  # variant that ran last here
         self.shapes: object = None  # key of its last call's shapes

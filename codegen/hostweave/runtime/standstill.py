@@ -19,7 +19,7 @@ _OTHER_EDGES = {
     "unknown": "or a line behind it is not done: streams of a graph do not say",
     "none": "is not done",
 }
-_LONGEST = 48  # characters of a call with all its arguments
+_MOST_CHARACTERS = 48  # characters of a call with all its arguments
 
 Line = tuple[int, str]  # a line of program.cpp, 0 for none, and its call
 
@@ -56,7 +56,7 @@ def stand_of(name: str, progress: tuple[int, int, float], seen: dict[str, Any], 
 
     def placed(line: Line) -> str:
         number, call = line
-        text = call if len(call) <= _LONGEST else f"{call.partition(',')[0]}, ...)"
+        text = call if len(call) <= _MOST_CHARACTERS else f"{call.partition(',')[0]}, ...)"
         return with_users_lines(f"{text} (program.cpp:{number})", module) if number else ""
 
     places = ("done", "next", "source")

@@ -77,7 +77,7 @@ _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the following value, or -1 if there is none
 _RETRY = 0.05  # seconds between attempts to connect
 _GRACE = 10.0  # seconds for an answer to arrive, and for a client to authenticate
-_LONGEST = 1e8  # maximum seconds to wait for an answer; fits every clock
+_MOST_SECONDS = 1e8  # maximum seconds to wait for an answer; fits every clock
 _BACKLOG = 256
 _STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; the oldest beyond it is dropped
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
@@ -220,7 +220,7 @@ class TcpStore:
         self._ask(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        answer = self._ask(_GET, key, timeout=min(timeout, _LONGEST))
+        answer = self._ask(_GET, key, timeout=min(timeout, _MOST_SECONDS))
         if answer is None:
             raise TimeoutError(key)
         return answer

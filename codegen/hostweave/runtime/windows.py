@@ -21,7 +21,7 @@ from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.host_ir.size_requirements import MOST
+from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.meeting import CallSignature, Span
@@ -174,7 +174,7 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
         raise ArgumentError(f"group.empty: shape={shape!r} is no tuple of ints of at least 0; give the shape of this rank's array")
     if not isinstance(dtype, DType):
         raise ArgumentError(f"group.empty: dtype={dtype!r} is no dtype of Hostweave; give hw.f32, hw.bf16 or another one")
-    if prod(map(int, sizes)) > MOST:
+    if prod(map(int, sizes)) > MOST_ELEMENTS_OF_A_SIZE:
         raise ArgumentError(f"group.empty: shape={shape!r} has more elements than any memory; give the shape of this rank's array")
     if not isinstance(target, str) or target not in NAMES:
         raise ArgumentError(f"group.empty: there is no target {target!r}; the targets are {' and '.join(NAMES)}")

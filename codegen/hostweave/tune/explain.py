@@ -14,7 +14,7 @@ from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel, seconds
-from hostweave.tune.overlaps import ENOUGH, Candidate, candidates, gain_wanted, hidden_beside
+from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, gain_wanted, hidden_beside
 from hostweave.types.tensor import TensorType, f32
 
 
@@ -89,9 +89,9 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
     """How much of a communication other ops could hide, if that is too little for a stream of its own; otherwise ""."""
     could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
-    if body.ops[place].result.is_async or could >= ENOUGH:
+    if body.ops[place].result.is_async or could >= HIDDEN_SECONDS:
         return ""
-    return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, and {1e6 * ENOUGH:.0f} us are wanted"
+    return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, and {1e6 * HIDDEN_SECONDS:.0f} us are wanted"
 
 
 def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:

@@ -26,8 +26,8 @@ from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # a loop may take at most this share of the sequential time to be chosen
-LEAST = 5.0  # microseconds that a loop must gain; smaller gains are within the model's error and cost the host more launches
-ENOUGH = 10e-6  # seconds of a communication that must be hidden outside of loops: the cost of a fork and a wait, with a margin
+LEAST_GAIN_MICROS = 5.0  # microseconds that a loop must gain; smaller gains are within the model's error and cost the host more launches
+HIDDEN_SECONDS = 10e-6  # seconds of a communication that must be hidden outside of loops: the cost of a fork and a wait, with a margin
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
@@ -281,7 +281,7 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
 
 def gain_wanted(in_sequence: float) -> float:
     """Microseconds that a way must gain over the sequence to be chosen."""
-    return max(LEAST, (1 - MARGIN) * in_sequence)
+    return max(LEAST_GAIN_MICROS, (1 - MARGIN) * in_sequence)
 
 
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
@@ -407,7 +407,7 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
                 clock = take()
             aged = len(late) if name in needed else aged
             continue
-        while late and ready - clock >= ENOUGH and not is_view:
+        while late and ready - clock >= HIDDEN_SECONDS and not is_view:
             clock, aged = take(), max(0, aged - 1)
         if is_view:
             ends[name] = ready

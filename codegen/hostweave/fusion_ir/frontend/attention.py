@@ -21,6 +21,7 @@ from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops.attention import (
     BOTTOM_RIGHT,
     GRADIENTS,
+    LEAST_SCORE,
     TOP_LEFT,
     why_composed,
     why_no_bias,
@@ -29,8 +30,6 @@ from hostweave.fusion_ir.ops.attention import (
 )
 from hostweave.types.size import Size
 from hostweave.types.tensor import bool_, f32, i32
-
-LEAST = -1e30  # lower bound of a row's largest score, if that is not -inf
 
 
 @_called("attention")
@@ -202,7 +201,7 @@ def attention_backward(
         seen = _seen(scores, causal, window, lengths, offsets)
         lse = _cast(lse, scores.dtype)
         if bias is not None:  # a bias may hide all columns of a row
-            lse = hw.maximum(lse, LEAST)
+            lse = hw.maximum(lse, LEAST_SCORE)
         sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
         q, given, lse, sums = (_by_heads(x, key, group) for x in (query, output_gradient, hw.expand_dims(lse, lse.ndim), sums))
         k, v = (hw.expand_dims(x, x.ndim - 2) if group > 1 else x for x in (key, value))
@@ -332,7 +331,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
-    shift = hw.maximum(largest, LEAST) if may_see_none else largest
+    shift = hw.maximum(largest, LEAST_SCORE) if may_see_none else largest
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:

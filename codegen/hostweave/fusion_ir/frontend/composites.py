@@ -202,7 +202,7 @@ def _cast(x: Tensor, dtype: DType) -> Tensor:
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------
 
 LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
-LEAST = 1e-12  # lower bound of the largest magnitude, so that no scale is 0
+LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude, so that no scale is 0
 GROUPS = ("row", "tensor", "block", "block2d")
 
 
@@ -252,7 +252,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # the maxima of rows, which a kernel of rows computes
-    own = _worded("scale", _cast(hw.maximum(top, LEAST) / LARGEST[dtype], f32))
+    own = _worded("scale", _cast(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 

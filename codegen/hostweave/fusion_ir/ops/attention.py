@@ -27,6 +27,7 @@ from hostweave.types.zigzag import order_of_pieces
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
+LEAST_SCORE = -1e30  # lower bound of a row's largest score, if that is not -inf
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corner of the scores at which the diagonal of a causal mask begins, or ends
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")

@@ -23,7 +23,16 @@ from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.tune.cost import most_terms, seconds
-from hostweave.tune.overlaps import ENOUGH, PRODUCTS, choice_of, filled, hidden_beside, needed_by_large, reaches_memory, ways_outside_loops
+from hostweave.tune.overlaps import (
+    HIDDEN_SECONDS,
+    PRODUCTS,
+    choice_of,
+    filled,
+    hidden_beside,
+    needed_by_large,
+    reaches_memory,
+    ways_outside_loops,
+)
 from hostweave.types.size import product
 
 
@@ -69,7 +78,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     for op in candidates:
         place = ops.index(op)
         earlier, hidden = hidden_beside(ops, place, times)
-        if hidden >= ENOUGH:
+        if hidden >= HIDDEN_SECONDS:
             del ops[place]
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
