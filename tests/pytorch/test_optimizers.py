@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -173,6 +174,13 @@ def test_mixed_precision() -> None:
     for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
         assert mine.state[parameter]["exp_avg"].dtype == torch.float32
         torch.testing.assert_close(parameter, other, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(("name", "line"), [("adam", r"adam\.py:\d+.*denom"), ("of a user", r"test_optimizers\.py:\d+.*m\.mul_\(second\)")])
+def test_lines_of_an_update_are_those_of_the_optimizer(name: str, line: str) -> None:
+    module = Mlp()
+    step = compiled(module, OF_TORCH[name](module.parameters()))
+    assert re.search(line, step.program.source)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ real, and enter the ops as numbers.
 from __future__ import annotations
 
 import inspect
+import linecache
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.errors import ArgumentError, Location, ProgramError, stated_location
 from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.graph import shape_of
 
@@ -49,12 +52,13 @@ class Number:
 
 @dataclass(frozen=True)
 class Op:
-    """An ATen op without side effects. `made` has the dtypes and shapes of its results."""
+    """An ATen op without side effects. `made` has the dtypes and shapes of its results, `location` the optimizer's line."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     made: Any
+    location: Location | None
 
     @property
     def words(self) -> tuple[object, ...]:
@@ -91,7 +95,8 @@ class Step:
             args, kwargs = pytree.tree_map(operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, Read | Number))
             if isinstance(kwargs.get("alpha"), hw.Tensor):  # entries take a number
                 args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
-            made.append(computed(op.name, SimpleNamespace(meta={"val": op.made}), args, kwargs, shape_of, anything))  # type: ignore[arg-type]
+            with stated_location(op.location):
+                made.append(computed(op.name, SimpleNamespace(meta={"val": op.made}), args, kwargs, shape_of, anything))  # type: ignore[arg-type]
         return {name: self._value(read, values, made) for name, read in self.results.items()}
 
     @staticmethod
@@ -115,7 +120,7 @@ class Shadow:
 
         Raises ProgramError where the code does what has no program.
         """
-        recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors})
+        recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         group = options or self._optimizer.param_groups[self._group]
         shadow = _alone(self._optimizer, group, self._parameter, self.state)
         name = type(self._optimizer).__name__
@@ -174,8 +179,9 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down the ops on tensors of the device "meta", each as one that writes to none of its operands."""
 
-    def __init__(self, given: Mapping[str, torch.Tensor]):
+    def __init__(self, given: Mapping[str, torch.Tensor], optimizer: type):
         super().__init__()  # type: ignore[no-untyped-call]
+        self._file = inspect.unwrap(vars(optimizer).get("step", optimizer.step)).__code__.co_filename  # type: ignore[attr-defined]
         self._ops: list[Op] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
@@ -211,7 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         for op in (self._ops[number] for number in stay):
             args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, Read | Number))
-            ops.append(Op(op.name, args, kwargs, op.made))
+            ops.append(Op(op.name, args, kwargs, op.made, op.location))
         results = {name: moved(self._get(tensor)) for name, tensor in kept.items()}
         return Step(ops, numbers, roles, results, filled, host)
 
@@ -252,7 +258,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written_args = tuple(self._operand(base, key, types_of.get(key, ""), one) for key, one in zip(order, args, strict=False))
             written_kwargs = {key: self._operand(base, key, types_of.get(key, ""), one) for key, one in kwargs.items()}
             shapes = made if target is None else target.detach()
-            self._ops.append(Op(name, written_args, written_kwargs, shapes))
+            self._ops.append(Op(name, written_args, written_kwargs, shapes, self._location()))
             results = [shapes] if isinstance(shapes, torch.Tensor) else list(shapes)
             reads = [Read(len(self._ops) - 1, number) for number in range(len(results))]
         else:
@@ -266,6 +272,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, read in zip([target] if target is not None else pytree.tree_leaves(made), reads, strict=True):
             self._put(tensor, read, anew=target is not None)
         return made
+
+    def _location(self) -> Location | None:
+        """The line of the file of the optimizer that is being executed."""
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename != self._file:
+            if frame.f_back is None:
+                return None
+            frame = frame.f_back
+        return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
         """An operand of an op: a value of the program, a number, or what says which op it is, such as a dim."""
