@@ -115,6 +115,12 @@ def _other_attention(i: tree.Instruction) -> Iterator[tuple[str, tree.Instructio
             yield "another mask", replace(i, lengths=(), corner="") if i.lengths else replace(i, bias=())
 
 
+def _other_groups(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Grouped):
+        yield "other groups", replace(i, ends=i.starts)  # type: ignore[call-arg]
+        yield "other groups", replace(i, first=Binary("+", i.first or Const(0), Const(1)))  # type: ignore[call-arg]
+
+
 def _other_value(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
     if isinstance(i, ir.Fill):
         yield "another constant", replace(i, value=i.value + 1)
@@ -143,7 +149,7 @@ def _next_rank(expr: Expr, mesh: Mesh) -> Expr:
     return expr
 
 
-RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_attention, _other_value, _other_condition)
+RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_attention, _other_groups, _other_value, _other_condition)
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:

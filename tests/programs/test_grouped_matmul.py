@@ -14,6 +14,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
@@ -113,6 +114,18 @@ def test_sums_of_ranks_in_f32() -> None:
     assert "y_partial: f32" in text or "allocate f32[T, N]" in text
     assert "astype(%x" not in text
     assert "astype(%w" not in text
+
+
+def test_ranks_reduce_tokens_and_not_choices() -> None:
+    """Partial sums of experts pass through the order of the tokens and the sum of their choices, and are reduced once."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T", "K"], w=hw.f32["E@x", "K", "N"], ends=hw.i32["E"], order=hw.i64["T"])
+    def combined(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor, order: hw.Tensor) -> hw.Tensor:
+        return hw.sum(hw.reshape(hw.take(hw.grouped_matmul(x, w, ends), order, axis=0), "T/2", 2, "N"), axis=1)
+
+    host = lower(combined, Options())
+    check(host, fusion=combined)
+    assert [host.outputs[0].name] == [i.dst for i in tree.walk(host.body) if isinstance(i, ir.AllReduce)]
 
 
 @pytest.mark.parametrize("ends", [[4, 2, 9, 9, 9], [-3, 3, 1, 5, 8]])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from interpret import interpret
+from math_mutants import CAUGHT, MISSED, Subject, judged
 from moe_reference import ROUTINGS, TOP, H, arrays, experts_of, one_device
 
 import hostweave as hw
@@ -39,9 +40,13 @@ def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[
             np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # scores are of f32
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_routing(ranks: int) -> None:
-    hosts = {name: lower(fusion, Options()) for name, fusion in programs(ranks).items()}
+CASES = [(1, "auto"), (2, "peer"), (3, "auto"), (4, "one_sided")]
+SLOW = [(8, "peer"), (8, "auto"), (3, "peer"), (2, "auto"), (4, "auto")]
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_every_routing(ranks: int, transport: str) -> None:
+    hosts = {name: lower(fusion, Options(transport=transport)) for name, fusion in programs(ranks).items()}
     for name, host in hosts.items():
         check(host, fusion=programs(ranks)[name])
     for routing in ROUTINGS:
@@ -56,6 +61,29 @@ def test_rows_travel_twice() -> None:
     """Rows go by one all-to-all, and come back by one. Besides them only counts travel."""
     sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.AllToAll)]
     assert len(sent) == 3
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_mutants_are_caught(seed: int) -> None:
+    """The check of results detects other blocks, groups and orders in dispatch, products and combine."""
+    subjects = [Subject(f"{name} on 2 ranks", fusion) for name, fusion in programs(2).items()]
+    verdicts = list(judged(24 if seed == 0 else 200, subjects[: seed + 1], seed))
+    assert [where for _, where, verdict in verdicts if verdict == MISSED] == []
+    assert {"other groups", "a missing instruction"} <= {kind for kind, _, verdict in verdicts if verdict == CAUGHT}
+
+
+SEEDS = [range(6), *(pytest.param(range(at, at + 50), marks=pytest.mark.slow) for at in range(10, 310, 50))]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_random_routings(seeds: range) -> None:
+    """Dispatch and combine of random numbers of ranks, experts, tokens, choices and capacities."""
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        ranks, own, choices, tokens = (int(random.integers(1, most)) for most in (5, 4, 4, 6))
+        capacity = int(random.integers(1, tokens * choices + 1)) if random.random() < 0.5 else None
+        expect_through(ranks, ranks * own, choices, ranks * tokens, capacity, random)
 
 
 def test_compiled() -> None:
@@ -75,28 +103,29 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
     """Choices without room add nothing: those of the last tokens of the last experts of each rank."""
-    experts = 4
+    expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
-    @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", TOP], weights=hw.f64["T@ep", TOP])
+
+def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity: int | None, random: np.random.Generator) -> None:
+    """Rows go to the ranks of their experts and back. Experts of a token are random, and may repeat."""
+
+    @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", choices], weights=hw.f64["T@ep", choices])
     def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         routing = hw.moe_routing(ids, experts, axes="ep", capacity=capacity)
         return hw.moe_combine(hw.moe_dispatch(x, routing), routing, weights), routing.ends
 
     host = lower(through, Options())
     check(host, fusion=through)
-    random = np.random.default_rng(capacity)
-    x, weights = random.standard_normal((8, H)), random.random((8, TOP))
-    ids = np.stack([random.permutation(experts)[:TOP] for _ in range(8)]).astype(np.int32)
-    wanted, counts, own = np.zeros_like(x), np.zeros(experts, int), 8 // ranks
+    x, weights = random.standard_normal((tokens, H)), random.random((tokens, choices))
+    ids = random.integers(0, int(random.integers(1, experts + 1)), (tokens, choices)).astype(np.int32)  # the last experts may get none
+    wanted, counts, own = np.zeros_like(x), np.zeros(experts, int), tokens // ranks
     for source in range(ranks):
-        choices = [(int(ids[t, i]), t, i) for t in range(source * own, (source + 1) * own) for i in range(TOP)]
+        chosen = [(int(ids[t, i]), t, i) for t in range(source * own, (source + 1) * own) for i in range(choices)]
         for target in range(ranks):
-            here = sorted(choice for choice in choices if choice[0] // (experts // ranks) == target)[:capacity]
-            for e, t, i in here:
+            for e, t, i in sorted(one for one in chosen if one[0] // (experts // ranks) == target)[:capacity]:
                 wanted[t] += weights[t, i] * x[t]
                 counts[e] += 1
-    ends = np.cumsum(counts.reshape(ranks, -1), 1)
-    expect(interpret(host, {"x": x, "ids": ids, "weights": weights}), host, (wanted, ends))
+    expect(interpret(host, {"x": x, "ids": ids, "weights": weights}), host, (wanted, np.cumsum(counts.reshape(ranks, -1), 1)))
 
 
 def test_what_does_not_fit() -> None:

@@ -127,7 +127,14 @@ def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[
 
 
 OPS["take"] = OpDef(
-    3, _take, _looked_up, _taken, (AXIS,), cpp="{0}[{1} - {2}]", cost=4, partial="sum", whole="looked up", makes="taken", is_exact=True
+    *(3, _take, _looked_up, _taken, (AXIS,)),
+    cpp="{0}[{1} - {2}]",
+    cost=4,
+    partial="sum",
+    linear="first",
+    whole="looked up",
+    makes="taken",
+    is_exact=True,
 )
 
 # --- reversal of one half -----------------------------------------------------------------------------------------------
