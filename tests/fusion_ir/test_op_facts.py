@@ -21,6 +21,7 @@ from hostweave.check.results.ranks import REDUCTIONS
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.fusion_ir.ops.definition import bound_attributes
+from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.fusion_ir.ops.reductions import as_term
 
 SIZES = {"M": 4, "N": 6, "H": 4, "G": 2, "S": 4, "T": 6}
@@ -157,6 +158,8 @@ def expect_shared(case: Case) -> int:
         ]
         if any(part is None for block in blocks for part in block):
             continue  # odd size
+        if case.op.kind in GROUPED and label == "t":  # groups are rows of all ranks: a rank knows the number of its first one
+            blocks = [[*block, rank * len(block[0])] for rank, block in enumerate(blocks)]
         whole = case.run(case.operands[0])
         if label in indices.result:
             dim = indices.result.index(label)
