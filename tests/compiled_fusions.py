@@ -99,13 +99,13 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
     """Inputs of magnitude about 1, positive and negative."""
     random = np.random.default_rng(seed)
-    return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
+    return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
 
 def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
     """Inputs of -1, 0 and 1, whose sums are exact in every dtype. Different seeds give different inputs."""
     random = np.random.default_rng(seed)
-    return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
+    return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
@@ -115,8 +115,8 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
     """
     assert len(ranks) == fusion.mesh.size
     shapes = {name: array.shape for name, array in arrays.items()}
-    sizes = bind_sizes(fusion.name, fusion.mesh, {v.name: v.type for v in fusion.inputs}, shapes, uneven=None)
-    for index, (output, want) in enumerate(zip(lowered(fusion).outputs, reference(fusion, arrays), strict=True)):
+    sizes = bind_sizes(fusion.name, fusion.mesh, {v.name: v.type for v in fusion.arguments}, shapes, uneven=None)
+    for index, (output, want) in enumerate(zip(lowered(fusion).results, reference(fusion, arrays), strict=True)):
         allowed = Tolerance(0.0, 0.0) if exact else tolerance_of(fusion, output.name, sizes)
         for rank, results in enumerate(ranks):
             got = results[index] if isinstance(results, tuple) else results
@@ -144,5 +144,5 @@ def expect_every_way(
         with schedule:
             expect(fusion, arrays, program.run(**arrays, ranks=True))
     if interprets:
-        expect(fusion, arrays, [tuple(rank[output.name] for output in host.outputs) for rank in interpret(host, arrays)])
+        expect(fusion, arrays, [tuple(rank[output.name] for output in host.results) for rank in interpret(host, arrays)])
     program.check()

@@ -4,7 +4,7 @@ It is the reference semantics for generated code, so it is as simple as possible
 instruction and rounded once. Unwritten memory holds NaN.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -38,10 +38,14 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
     only if the inputs do not determine them. Raises ExecutionError if communications do not match or all remaining ranks wait for
     one another.
     """
-    local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.inputs}
-    shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.inputs}
-    bound = bind_sizes(program.name, program.mesh, {p.name: p.type for p in program.inputs}, shapes, program.uneven)
-    bound = {**bound, **(sizes or {})}
+    local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
+    shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}
+    bound = bind_sizes(program.name, program.mesh, {p.name: p.type for p in program.arguments}, shapes, program.uneven)
+    for p in (p for p in program.inputs if p.group):
+        columns = zip(*(local[name] for name in p.group.names), strict=True)
+        local[p.name] = [None if column[0] is None else np.stack(column) for column in columns]  # type: ignore[arg-type]
+    local = {p.name: local[p.name] for p in program.inputs}
+    bound = {**bound, **program.depths(), **(sizes or {})}
     for kind, size in not_empty(inlined(program)):
         if size.bind(bound) == 0:
             raise ArgumentError(f"{program.name}: {kind} of no elements along {size}")
@@ -56,7 +60,13 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
         for rank in range(program.mesh.size)
     ]
     _take_turns([rank.run() for rank in ranks])
-    return [{p.name: r.result(p) for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
+    held = [{p.name: r.result(p) for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
+    return [dict(_one_by_one(program, outputs)) for outputs in held]
+
+
+def _one_by_one(program: ir.HostProgram, outputs: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    for p in (p for p in program.outputs if p.name in outputs):
+        yield from zip(p.group.names, outputs[p.name], strict=True) if p.group else [(p.name, outputs[p.name])]
 
 
 def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array | None]:

@@ -169,8 +169,8 @@ class Compiled:
         """Raises ArgumentError for sizes from the user that no call of the program can have."""
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
-        if unknown := sizes.keys() - set(self.host.symbols()):
-            named, known = ", ".join(sorted(map(str, unknown))), ", ".join(self.host.symbols()) or "none"
+        if unknown := sizes.keys() - set(self.host.given_sizes()):
+            named, known = ", ".join(sorted(map(str, unknown))), ", ".join(self.host.given_sizes()) or "none"
             raise ArgumentError(f"{self.host.name}: {what}: no size named {named}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
@@ -194,10 +194,10 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
     if unknown := [name for name in options.ways if name not in known]:
         why = f"there is nothing to choose for {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
-    if unknown := [name for name in options.windows if name not in {p.name for p in (*host.inputs, *host.outputs)}]:
+    if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
         raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
     made.target.expect_kernels(host.user_kernels)
-    for parameter in host.inputs:
+    for parameter in host.arguments:
         if parameter.name in OPTIONS_OF_RUN:
             raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:

@@ -153,7 +153,7 @@ def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
     if not sizes:
         return
     types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]
-    known = dict.fromkeys(name for type in types for size in type.shape for name in size.symbols)
+    known = dict.fromkeys(name for type in types for size in type.shape for name in size.symbols if name not in program.depths)
     if unknown := [name for name in sizes if name not in known]:
         here, there = ", ".join(unknown), ", ".join(known) or "none"
         raise ProgramError(f"{program.name}: Options: sizes: no size named {here}; the sizes of the program: {there}")

@@ -100,7 +100,7 @@ class Running:
 
     def _known(self, sizes: Sizes) -> Sizes:
         """Sizes that appear in the program by name."""
-        return {name: size for name, size in sizes.items() if name in self.compiled.host.symbols()}
+        return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
     def _rebound(self, held: Bound | None) -> Bound | None:
         """Binds the arrays that another variant has bound."""
@@ -113,8 +113,8 @@ class Running:
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:
             return self
-        outs = () if out is None else (out,) if len(host.outputs) == 1 else out
-        names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
+        outs = () if out is None else (out,) if len(host.results) == 1 else out
+        names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.results, outs, strict=False)))
         return (self.variants.for_windows(names) if names else None) or self
 
     @property
@@ -286,7 +286,7 @@ class Running:
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
         shapes = bound.shapes() | {p.name: shape for p, array in given if isinstance(shape := getattr(array, "shape", None), tuple)}
-        pairs = (pair for p in self.compiled.host.inputs for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
+        pairs = (pair for p in self.compiled.host.arguments for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
         return {dim.size.name: size for dim, size in pairs if dim.size.name and not (whole and dim.axes)}
 
     def _call_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName) -> GlobalCall:

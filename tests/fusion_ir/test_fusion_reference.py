@@ -31,7 +31,7 @@ Array = NDArray[Any]
 def test_every_op_has_an_example() -> None:
     elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tests/programs/test_attention.py and test_attention_backward.py
     assert (
-        set(EXAMPLES) == set(OPS) - {"kernel", "output", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
+        set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
     )  # user kernels and internal ops
 
 

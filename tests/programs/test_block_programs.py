@@ -15,12 +15,14 @@ from scaled_tolerance import tolerance_at_scale
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import EXAMPLES
+from hostweave.check.check import check
 from hostweave.cli.programs import load_file
 from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.rewriting import inlined
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
@@ -127,14 +129,14 @@ def test_llama(ranks: int, dtype: DType) -> None:
     fusion = module.program(module.Config(vocab_size=20, hidden_size=24, intermediate_size=32, **counts, dtype=dtype), ranks)
     sizes, random = {"S": 13, "B": 2, "L": 15}, np.random.default_rng(1)
     arrays = {}
-    for value in fusion.inputs:
+    for value in fusion.arguments:
         shape = tuple(size.bind(sizes) for size in value.type.shape)
         drawn = random.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) == 2 else 1 + random.standard_normal(shape) / 8
         arrays[value.name] = drawn.astype(numpy_dtype(value.type.dtype))
     arrays |= {"ids": random.integers(0, 20, (13, 2)).astype(np.int32), "position": np.array([11, 4], np.int32)}
     want = run_reference(fusion, arrays)
     program = compiled(fusion)
-    outputs = lower(fusion, Options()).outputs
+    outputs = lower(fusion, Options()).results
     for order in (seeded(1), parallel()):
         given = {name: array.copy() for name, array in arrays.items()}
         with order:
@@ -159,8 +161,26 @@ def test_32_layers_of_llama() -> None:
     assert communications == {"AllGather": 2, "ReduceScatter": 2}  # also for uneven rows
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
-    assert source.count("  layer(") == 2  # the first call, and a loop over the others
-    assert "layer(x_2_[call - 1], in.layers[call], cos_angles_, sin_angles_, x_2_[call], out.layers[call], caller);" in source
+    assert source.count("  layer(") == 1  # in a loop
+    assert "layer(x_2_taken, in.layers[i], cos_angles_, sin_angles_, x_2_given, out.layers[i], caller);" in source
+
+
+def test_programs_do_not_grow_with_the_number_of_layers() -> None:
+    """Neither IR has a line more for 128 layers than for 8, and lowering and the check cost as much."""
+    module = load_file(EXAMPLES / "llama.py")
+    lines, seconds = [], []
+    for count in (8, 128):
+        fusion = module.program(module.Config(num_hidden_layers=count), 8)
+        started = time.process_time()
+        host = lower(fusion, Options(sizes={"B": 1}))
+        check(host)
+        seconds.append(time.process_time() - started)
+        lines.append((str(fusion).count("\n"), str(host).count("\n")))
+        assert HostProgram.parse(str(host)) == host
+        assert Fusion.parse(str(fusion)) == fusion
+    assert lines[0] == lines[1]
+    assert lines[0][0] < 150
+    assert seconds[1] < 1.5 * seconds[0]
 
 
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
@@ -193,10 +213,9 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
     program = compiled(fusion)
     assert re.search(r"LayerInputs layers\[5\]; +// w2_1_t to b_5", program.sources["program.h"])
     lines = [line.strip() for line in program.source.splitlines()]
-    loop = lines.index("for (int64_t call = 1; call < 5; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
-    assert lines[loop - 1] == "layer(x, in.layers[0], scale, x_2_[0], caller);"
-    assert lines[loop + 1] == "layer(x_2_[call - 1], in.layers[call], scale, x_2_[call], caller);"
-    assert "const auto* b_1 = in.layers[0].b.as<float>();" in lines  # `last` uses it too
+    loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
+    assert "layer(x_2_taken_first, in.layers[i], scale, x_2_given, caller);" in lines[loop:]
+    assert "last(y_taken, in.layers[0], y_given, caller);" in lines[loop:]  # `last` uses it too
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -242,9 +261,10 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
     fusion = program_of(5)
     program = compiled(fusion)
     code = re.sub(r"\s+", " ", program.source[program.source.index("HW_CHECK(arena_.begin_call(caller));") :])
-    assert "for (int64_t call = 1; call < 5; ++call) { layer(x_2_[call - 1], in.updates[call].w.as<float>(), in.layers[call]," in code
-    assert "back(x_7_[call - 1], in.updates[4 - call].w.as<float>(), in.layers[4 - call].table.as<float>(), kept_[4 - call]," in code
-    assert "for (int64_t call = 0; call < 5; ++call) { update(in.updates[call], x_7_add_x_[4 - call], out.updates[call], caller); }" in code
+    assert "layer(x_2_taken_first, in.layers[i], in.layers_2[i], x_2_given," in code
+    assert "back(x_11_taken, in.layers[4 - i], in.layers_2[4 - i]," in code
+    assert "update(in.layers[i], back_add_x_i_2, out.updates[i], caller); }" in code
+    assert code.count("for (int64_t i = 0; i < 5; ++i) {") == 3
     for rows in (7, 2):
         arrays = random_arrays(fusion, {"M": rows, "E": 5}, seed=rows)
         with parallel(check_dependencies=True):
@@ -276,9 +296,8 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
     program = compiled(stateful)
     lines = [line.strip() for line in program.source.splitlines()]
-    loop = lines.index("for (int64_t call = 1; call < 3; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
-    assert re.fullmatch(r"layer\(x_2_\[call - 1\], in.layers\[call\], x_2_\[call\], out.layers\[call\], .*\);", lines[loop + 1])
-    hand_over = 'HW_CHECK(hw::take_over({"kept_", call, "_updated"}, in.layers[call].kept, out.layers[call].kept_updated, caller));'
+    assert "layer(x_5_taken_first, in.layers[i], x_5_given, out.layers[i], layer_sum_kept_i, caller);" in lines
+    hand_over = 'HW_CHECK(hw::take_over({"kept_", member, "_updated"}, in.layers[member].kept, out.layers[member].kept_updated, caller));'
     assert [lines.count("take_over(in, out, caller);"), lines.count(hand_over)] == [1, 1]
     assert "LayerOutputs layers[4];" in program.sources["program.h"]
     for rows in (7, 6, 1):
@@ -334,7 +353,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
         return x
 
     program = compiled(scaled)
-    assert "in.layers[call], x_2_[call], caller)" in program.source
+    assert "in.layers[i], x_2_given, caller)" in program.source
     assert ("in.layers[3].scale" in program.source) == ("" not in order)
     arrays = random_arrays(scaled, {"M": 6, "E": 5}, seed=1)
     expect(scaled, arrays, program.run(**arrays, ranks=True))
@@ -363,7 +382,7 @@ def test_each_array_has_a_name_of_its_own() -> None:
         return x
 
     program = compiled(both)
-    for field in ("LayerInputs layers[3]", "Layer2Inputs layer_2s[3]", "LastInputs lasts[3]", "MomentInputs moments[3]"):
+    for field in ("LayerInputs layers[3]", "Layer2Inputs layers_2[3]", "LastInputs lasts[3]", "Last2Inputs lasts_2[3]"):
         assert f"{field};" in program.sources["program.h"]
     arrays = random_arrays(both, {"M": 6, "E": 5}, seed=1)
     expect(both, arrays, program.run(**arrays, ranks=True))

@@ -211,7 +211,7 @@ class Stack(nn.Module):
 
 
 def test_layers_of_a_step_are_functions() -> None:
-    """Forward, backward and update of layers that are alike; what is updated is an array of structs."""
+    """Forward, backward and update of layers that are alike, and between which other ops are."""
     torch.manual_seed(3)
     module, x = Stack().train(), torch.randn(8, 16)
     want = copy.deepcopy(module)
@@ -221,7 +221,6 @@ def test_layers_of_a_step_are_functions() -> None:
     for name, calls in (("sequential", 3), ("sequential_backward", 3), ("adamw_layer", 3)):
         assert compiled.program.fusion_ir.count(f"function @{name}(") == 1
         assert compiled.program.fusion_ir.count(f"call @{name}(") == calls
-    assert "in.adamw_layers[0]" in compiled.program.sources["program.cpp"]
     for _ in range(3):
         compiled(x)
         optimizers[1].zero_grad()

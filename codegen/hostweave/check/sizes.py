@@ -32,13 +32,14 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
+MOST_CALLS = 4  # of a repeat: a first one, a last one, and one or two between, as what is carried takes turns in two buffers
 USUAL = 4096  # the least value of a size that is not given
 
 
 def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
     """The sizes that are given, and for others 4096, or the next size that every size can be cut from."""
-    least = minimal_sizes(program)
-    return {name: given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
+    least, depths = minimal_sizes(program), program.depths()
+    return {name: depths.get(name) or given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
@@ -58,7 +59,8 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
-    return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
+    steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
+    return steps | {name: (0, min(count, MOST_CALLS - (count - MOST_CALLS) % 2)) for name, count in program.depths().items()}
 
 
 MOST_STEPS = (16, 256, 4096)  # of a size from its least on, in one search and the next

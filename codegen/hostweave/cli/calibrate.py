@@ -112,7 +112,7 @@ def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
 
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))
     try:
-        arrays = {value.name: random_array(value.type, sizes) for value in fusion.inputs}
+        arrays = {value.name: random_array(value.type, sizes) for value in fusion.arguments}
         per_rank = program.measure(warmups=3, repetitions=9, **arrays)
         step_done(f"{fusion.mesh}, {', '.join(f'{name}={size}' for name, size in sizes.items())}")
         slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]

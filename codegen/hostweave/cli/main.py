@@ -237,10 +237,10 @@ def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> di
     """Global arrays by name. Raises HostweaveError if a size is missing."""
     from hostweave.runtime.search import random_array
 
-    if missing := {name for value in program.inputs for size in value.type.shape for name in size.symbols} - sizes.keys():
+    if missing := {name for value in program.arguments for size in value.type.shape for name in size.symbols} - sizes.keys():
         example = ",".join(f"{name}=1024" for name in sorted(missing))
         raise HostweaveError(f"--measure: no size for {', '.join(sorted(missing))}; give --sizes {example}")
-    return {value.name: random_array(value.type, sizes) for value in program.inputs}
+    return {value.name: random_array(value.type, sizes) for value in program.arguments}
 
 
 def _network(text: str) -> Network:

@@ -193,8 +193,8 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
     Raises HostweaveError for names that the program does not have.
     """
-    if unknown := sizes.keys() - set(program.symbols()):
-        known = ", ".join(program.symbols()) or "none"
+    if unknown := sizes.keys() - set(program.given_sizes()):
+        known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
     bound = usual_sizes(program, sizes)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]

@@ -1,36 +1,24 @@
 """Live ranges of temporaries, as calls of the arena's plan in `prepare`."""
 
-from collections.abc import Iterable
-from itertools import groupby
-
 from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext, Temporary
-from hostweave.emit.layers import Words, rolled
 from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
     """C++ that describes the live ranges of a body to the arena. Call it after the body has been emitted.
 
-    A comment above it lists the buffers that may share bytes at any size. Buffers that several calls use one per call are
-    registered in a loop.
+    A comment above it lists the buffers that may share bytes at any size.
     """
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
-    shared = "".join(f"// - {', '.join(_members(group))}\n" for group in groups if len(group) > 1)
+    shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
     return ("// Disjoint live ranges, so these may share bytes:\n" + shared if shared else "") + _plan(steps, context)
 
 
 def calls_functions(steps: Steps) -> bool:
     """True if the plan passes the sizes on, to the plans of functions."""
     return any(isinstance(step, Called) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
-
-
-def _members(group: list[Temporary]) -> Iterable[str]:
-    """Names of the buffers of a group. Elements of one array are written together: `x_[1, 3, 5]`."""
-    for name, members in groupby(group, lambda buffer: buffer.element.array if buffer.element else buffer.member):
-        numbers = [str(buffer.element.index) for buffer in members if buffer.element]
-        yield f"{name}[{', '.join(numbers)}]" if numbers else name
 
 
 def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
@@ -56,33 +44,23 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Tempora
 
 
 def _plan(steps: Steps, context: ProgramContext) -> str:
-    """C++ of these steps. Equal calls that follow one another become a loop."""
-    units: list[Words] = [()]
-    has_called = False
-    for step in steps:
-        if has_called and isinstance(step, Begin | Called):
-            units.append(())
-        has_called = isinstance(step, Called) or (has_called and isinstance(step, End))
-        units[-1] += _told(step, context)
-    return rolled(units, context.index)
+    """C++ of these steps."""
+    return "".join(_told(step, context) for step in steps)
 
 
-def _told(step: Step, context: ProgramContext) -> Words:
+def _told(step: Step, context: ProgramContext) -> str:
     """C++ of one step of the plan."""
     match step:
-        case Begin() | End():
-            buffer = context.temporaries[step.of if isinstance(step, End) else step]
-            if isinstance(step, End):
-                lines = lay_out("memory_free", member=buffer.member)
-            else:
-                count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
-                context.integers.used |= buffer.sizes
-                lines = lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
-            before, _, after = lines.partition(buffer.member)
-            return (before, buffer.element, after) if buffer.element else (lines,)
+        case Begin():
+            buffer = context.temporaries[step]
+            count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
+            context.integers.used |= buffer.sizes
+            return lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
+        case End(begin):
+            return lay_out("memory_free", member=context.temporaries[begin].member)
         case Joined(stream):
-            return (lay_out("memory_join", pool=context.streams[stream]),)
+            return lay_out("memory_join", pool=context.streams[stream])
         case OnRanks(mesh, inner):
-            return (lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context)),)
+            return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
         case Called(function):
-            return (lay_out("memory_call", function=context.memory_of[function]),)
+            return lay_out("memory_call", function=context.memory_of[function])

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Buffer, Emitter
-from hostweave.emit.layers import Words, in_loop
 from hostweave.emit.meshes import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
+from hostweave.types.tensor import BufferType
 
 
 class SizeBinding:
@@ -42,13 +42,11 @@ class Argument:
     again: bool  # check the shape again once its sizes are bound
     buffer: Buffer  # the local buffer: bf16[M/8, K]
     used: bool
-    place: Words  # path in the struct of inputs or outputs
+    parameter: str  # of the program; of a group this is its first tensor
+    path: str  # in the struct of inputs or outputs
     on: str = ""  # true on the ranks that hold it; empty if all do
-    memory: Words = ()  # of an output: path of the input that was donated for it
-
-    @property
-    def path(self) -> str:
-        return "".join(map(str, self.place))
+    memory: str = ""  # of an output: path of the input that was donated for it
+    donated: str = ""  # the parameter there
 
     @property
     def member(self) -> str:
@@ -69,11 +67,11 @@ class _Binding:
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]:
     """Inputs in order. Each binds the sizes that no earlier input binds."""
     parts = parts_of(program)
-    known: set[Atom] = {part for part in parts if part.size.is_int}
+    known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []
     for parameter in program.inputs:
         bindings: list[_Binding] = []
-        for dim, size in enumerate(program.local_type(parameter).shape):
+        for dim, size in enumerate(_one(program, parameter).shape):
             binding = _binding(program, parameter, dim, size)
             if binding and binding.name not in {*known, *(b.name for b in bindings)}:
                 bindings.append(binding)
@@ -85,7 +83,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """Arguments that calls take one per call, checked in a loop over the calls."""
+    """Tensors of groups that are passed in turn, checked in a loop."""
 
     index: str
     count: int
@@ -93,30 +91,18 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
-    """Checks of inputs or outputs. Arguments that calls take one per call are checked in a loop.
-
-    Arguments of the first call that bind sizes are checked before the loop.
-    """
-    by_name = {x.name: x for x in arguments}
-    behind = dict[str, CheckedInTurn]()  # keyed by the last argument of the first call
-    in_turn, alone = set[str](), set[str]()
-    for layers in context.layers:
-        members = []
-        for column, pattern in zip(zip(*layers.names, strict=True), layers.taken.patterns, strict=True):
-            given = [by_name[name] for name in column if name in by_name]
-            memory = in_loop([x.memory for x in given], context.index)
-            if len(given) == len(column) and memory is not None:
-                place = (f"{layers.side}.{layers.field}[{context.index}].{given[0].member}",)
-                members.append(replace(given[0], place=place, label=pattern.cpp(context.index), memory=memory))
-                in_turn.update(column)
-                alone.update(x.name for x in given[:1] if x.sizes)
-        if members:
-            behind[members[-1].name] = CheckedInTurn(context.index, len(layers.names), tuple(members))
+    """Checks of inputs or outputs. The tensors of groups are checked in a loop, behind the first ones if these bind sizes."""
+    last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
-        if x.name not in in_turn or x.name in alone:
-            yield replace(x, again=x.again and x.name not in in_turn)
-        if x.name in behind:
-            yield behind[x.name]
+        structs = context.struct_of.get(x.parameter)
+        if structs is None or x.sizes:
+            yield replace(x, again=x.again and structs is None)
+        if structs and last[structs.field] is x:
+            index, members = context.index, list[Argument]()
+            for member in (member for member in arguments if member.parameter in structs.groups):
+                name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
+                members.append(replace(member, path=structs.place(name, index), label=structs.label(name, index), memory=memory))
+            yield CheckedInTurn(index, structs.count, tuple(members))
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
@@ -131,28 +117,38 @@ def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: S
 def argument(
     program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
 ) -> Argument:
-    type, integers = program.local_type(parameter), emitter.integers
+    type, integers = _one(program, parameter), emitter.integers
+    buffer, path = emitter.buffers[parameter.name], _path(program, parameter.name, emitter)
     is_open = [not set(size.atoms) <= known for size in type.shape]
     return Argument(
-        name=parameter.name,
-        label=f'"{parameter.name}"',
-        place=(place := _place(program, parameter.name, emitter)),
+        name=(name := parameter.group.first if parameter.group else parameter.name),
+        label=f'"{name}"',
+        parameter=parameter.name,
+        path=path,
         dtype=CUDA_TYPES[type.dtype.name],
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(SizeBinding(program, binding, "".join(map(str, place)), integers) for binding in bindings or ()),
+        sizes=tuple(SizeBinding(program, binding, path, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
-        buffer=emitter.buffers[parameter.name],
-        used=parameter.name in emitter.used,
+        buffer=replace(buffer, type=type),
+        used=parameter.name in emitter.used and parameter.group is None,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
-        memory=_place(program, parameter.memory, emitter) if parameter.memory else (),
+        memory=_path(program, parameter.memory, emitter) if parameter.memory else "",
+        donated=parameter.memory if parameter.group else "",
     )
 
 
-def _place(program: ir.HostProgram, name: str, emitter: Emitter) -> Words:
-    """Path of an input or output from its struct: `in.x`, or `in.layers[0].w`."""
+def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
+    """Local type of a parameter, or of each tensor of a group."""
+    type = program.local_type(parameter)
+    return replace(type, shape=type.shape[1:]) if parameter.group else type
+
+
+def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
+    """Path of an input or output from its struct: `in.x`, or that of the first tensor of a group, `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
-    return emitter.context.places.get(name, (f"{side}.{emitter.buffers[name].text}",))
+    structs = emitter.context.struct_of.get(name)
+    return structs.place(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:

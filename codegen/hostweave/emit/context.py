@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import C_FUNCTIONS, Kernel, KernelEmitter
-from hostweave.emit.layers import Element, Layers, layers_of
 from hostweave.emit.names import Names
 from hostweave.emit.plans import Products
 from hostweave.emit.products import ProductEmitter, multiplies
+from hostweave.emit.structs import Passed, passed_to, structs_of
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.kernel_ir.name_outermost import named_sizes
@@ -70,7 +70,6 @@ class Temporary:
     count: str
     comment: str
     pool: str = ""  # pool of streams that have one buffer each
-    element: Element | None = None  # element of the declared array
     in_window: bool = False
     sizes: frozenset[str] = frozenset()  # names in `count`
 
@@ -78,7 +77,7 @@ class Temporary:
 class ProgramContext:
     """Members and names of the program's class, collected while its bodies are emitted."""
 
-    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool, machine: Machine):
+    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
         self.memory_of = {
@@ -90,10 +89,9 @@ class ProgramContext:
             for instruction in tree.walk(body.body):
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
-        self.layers = tuple(layers_of(program, names)) if structs else ()
-        self.places = {
-            name: place for layers in self.layers for name, place in layers.places.items()
-        }  # paths of the inputs and outputs that are in arrays of structs
+        self.structs = tuple(structs_of(program, names))
+        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # of each group
+        self.passed: dict[str, tuple[Passed, ...]] = {f.name: passed_to(program, f.name, self.structs) for f in program.functions}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
@@ -147,14 +145,10 @@ class ProgramContext:
             self.exchanges[member] = self.members.of(f"terms_on_{channel.name}", "exchange")
         return self.exchanges[member]
 
-    def layers_at(self, function: str) -> dict[int, Layers]:
-        """Structs that a function takes, by the positions of the parameters that are their members."""
-        return {at: layers for layers in self.layers if layers.function == function for at, _ in layers.taken.positions}
-
     @property
     def index(self) -> str:
-        """C++ name of the loop index over calls of a function."""
-        return self.names.of("call", "number")
+        """C++ name of the loop index over the tensors of groups."""
+        return self.names.of("member", "number of a tensor")
 
     def flag(self, mesh: Mesh) -> str:
         """Member that is true if this rank is in a mesh of some of the ranks."""

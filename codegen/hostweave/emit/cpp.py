@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
 
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, range_of
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, binary, range_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DTYPES, BufferType, DType
@@ -92,6 +92,7 @@ class CppExprPrinter:
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[Place, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
+    depths: Mapping[str, int] = field(default_factory=dict)  # sizes that the program itself states
     program: Mesh = field(init=False)
     calls_runtime: bool = False  # uses hw::mod or hw::floor_div
     used: set[str] = field(default_factory=set)  # names of sizes and coordinates in the texts since `noting` began
@@ -198,6 +199,7 @@ class CppExprPrinter:
         self.mesh = outer
 
     def expr(self, expr: Expr) -> str:
+        expr = self.known(expr) if self.depths else expr
         match expr:
             case Const(value):
                 return str(value)
@@ -221,6 +223,18 @@ class CppExprPrinter:
                 precedence = OPERATORS[op][0]
                 return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + (op != '+'))}"
         raise TypeError(f"not an expression: {expr!r}")
+
+    def known(self, expr: Expr) -> Expr:
+        """The expression at the depths that the program states. A comparison of constants is 0 or 1."""
+        match expr:
+            case Symbol(size) if size in self.depths:
+                return Const(self.depths[str(size)])
+            case Binary(op, left, right):
+                left, right = self.known(left), self.known(right)
+                if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] == 1:
+                    return Const(int(OPERATORS[op][1](left.value, right.value)))
+                return binary(op, left, right)
+        return expr
 
     def times(self, expr: Expr, size: Size) -> str:
         """C++ of an index times a size, such as `p * (M / 8 * K)`; empty for 0."""
@@ -252,4 +266,4 @@ class CppExprPrinter:
         return f"{text} % {self._operand(right, 4)}"
 
     def range(self, expr: Expr) -> Range:
-        return range_of(expr, self.ranges, self.mesh, self.program)
+        return range_of(self.known(expr), self.ranges, self.mesh, self.program)

@@ -39,10 +39,6 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     """
     emitted = Program(program)
     alone = reference if isinstance(reference, str) else Program(reference)
-    if (
-        isinstance(alone, Program) and alone.in_turn != emitted.in_turn
-    ):  # both take the same inputs: no arrays of structs unless both have them
-        emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     texts |= {main.folder + path: rendered(path, program=emitted, main=main) for path in ("join.h", "join.cpp", "c_api.h", "c_api.cpp")}

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 from hostweave.analysis.kernel_indices import updated
-from hostweave.analysis.live_ranges import Begin, begins, live_ranges
+from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
-from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
 from hostweave.emit.plans import EitherAttention, Named, attention_made_with, attention_prepared_with, ends, operands_of
@@ -61,33 +60,21 @@ class Emitter:
         self.sizes_given = ""  # condition of sizes under which the current instruction runs, in C++
         self.comments: list[str] = []  # source lines that were written last
         self.others = _other_names(program)
-        self.calls: dict[str, int] = {}  # number of calls emitted so far, by function
-        self.arrays = arrays_of(program)
-        self.in_turn = {function.name: in_turn(program, function) for function in program.functions}
-        self.elements: dict[str, Element] = {}  # temporaries that are elements of arrays
+        self.elements: dict[str, tuple[str, Expr]] = {}  # views of one tensor of a group
         self.windows: set[str] = set()  # temporaries in windows
 
     def body(self, body: tree.Body) -> str:
-        """C++ of a body. Source lines of the user stand as comments above their instructions.
-
-        Consecutive calls of a function become a loop if they differ only in the indices of array elements.
-        """
-        text, calls = "", list[Words]()
-        body = _joined(body)
+        """C++ of a body. Source lines of the user stand as comments above their instructions."""
+        text, body = "", _joined(body)
         for number, i in enumerate(body):
             before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
             shown = "".join(f"{comment}\n" for comment in self.comments) if self.comments != before else ""
             code = self.instruction(i, last=i is body[-1])
-            if not code:
-                self.comments = before
-                continue
-            if shown or isinstance(code, str):
-                text, calls = text + rolled(calls, self.context.index) + shown, []
-            if isinstance(code, str):
-                text += code
+            if code:
+                text += shown + code
             else:
-                calls.append(code)
-        return text + rolled(calls, self.context.index)
+                self.comments = before
+        return text
 
     def lines_of(self, body: tree.Body) -> list[str]:
         """Comments with the user's source lines for the first work in a body. A kernel has the lines of all its ops."""
@@ -99,34 +86,20 @@ class Emitter:
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
-    def emit_call(self, i: ir.Call) -> Words:
-        layers, call = self.context.layers_at(i.function), self.calls.get(i.function, 0)
-        self.calls[i.function] = call + 1
-        words: list[str | Element] = [f"{self.context.functions[i.function]}("]
+    def emit_call(self, i: ir.Call) -> str:
+        structs = {at: each for each in self.context.passed.get(i.function, ()) for at in each.members}
+        arguments: dict[str, None] = {}
         for at, name in enumerate((*i.srcs, *i.dsts)):
-            if at not in layers:
-                words += [*self._argument(name, at in self.in_turn[i.function]), ", "]
-            elif at == min(layers[at].taken.positions)[0]:
-                words += [layers[at].taken_by(call), ", "]
-        return (*words, f"{self.stream});\n")
+            if at in structs:
+                arguments[structs[at].structs.at(self.expr(self.elements[name][1]))] = None
+            else:
+                arguments[f"{at} {self.text(name)}"] = None
+        words = (word.partition(" ")[2] if word[0].isdigit() else word for word in arguments)
+        return f"{self.context.functions[i.function]}({', '.join((*words, self.stream))});\n"
 
-    def _argument(self, name: str, in_turn: bool) -> Words:
-        """Argument of a function call.
-
-        It is an element of an array of temporaries, or of structs if each call takes a different argument.
-        """
-        buffer = self.buffers[name]
-        whole = self.buffers[buffer.root].text == buffer.text
-        if in_turn and whole and not self.function and (place := self.context.places.get(buffer.root)):
-            return (*place, f".as<{buffer.type.dtype.cpp}>()")
-        element, text = self.elements.get(buffer.root), self.text(name)
-        return (element if element and str(element) == text else text,)
-
-    def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
+    def instruction(self, i: tree.Instruction, last: bool) -> str:
         """C++ of one instruction: by the method for its class or nearest base class, else by its class's template."""
         text = method_of(type(i))(self, i)
-        if isinstance(text, tuple):
-            return text
         opens_group = i.grouped and not self.in_group
         if opens_group:  # consecutive sends and recvs are posted as one group
             text = lay_out("Group", self.transport(i).template, body=text)
@@ -194,8 +167,6 @@ class Emitter:
         begin = next(self.begins)
         if i.in_window:
             self.windows.add(i.out)
-        if i.out in self.arrays:
-            return self.allocate_in_array(i, begin)
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
         others = "".join(f", also {other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
@@ -214,23 +185,10 @@ class Emitter:
             index = index % count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
 
-    def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
-        """Declares buffers that calls of a function write one per call as one array member."""
-        (first, number), count = self.arrays[i.out], sum(name == self.arrays[i.out][0] for name, _ in self.arrays.values())
-        member = self.members.of(f"{self.function}_{first}" if self.function else first, f"array {first} of {self.function}")
-        declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
-        self.elements[i.out] = element = Element(member, number)
-        comment = f"{i.type}, one per call"
-        self.temporaries[begin] = self.temporary(i, declaration, str(element), comment, element=element)
-        self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
-        return ""
-
-    def temporary(
-        self, i: ir.Allocate, declaration: str, member: str, comment: str, pool: str = "", element: Element | None = None
-    ) -> Temporary:
+    def temporary(self, i: ir.Allocate, declaration: str, member: str, comment: str, pool: str = "") -> Temporary:
         with self.integers.noting() as used:
             count = self.count_of(i.type)
-        return Temporary(declaration, member, count, comment, pool, element, i.in_window, frozenset(used))
+        return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
         """Emits nothing: `prepare` lays out the arena before the first call."""
@@ -240,6 +198,11 @@ class Emitter:
         """Declares a pointer at the view's offset. A view at offset 0 reuses the source's pointer."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
+        if not self.function and i.src in self.context.struct_of:
+            place = self.context.struct_of[i.src].place(i.src, self.expr(index))
+            self.buffers[i.out] = Buffer(f"{place}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
+            self.elements[i.out] = i.src, index
+            return ""
         if index == Const(0):
             self.buffers[i.out] = replace(source, type=out)
             return ""
@@ -248,10 +211,14 @@ class Emitter:
         return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, i.stride(source.type)))
 
     def emit_choose(self, i: ir.Choose) -> str:
+        condition = self.integers.known(i.condition)
+        if isinstance(condition, Const):
+            self.buffers[i.out] = self.buffers[i.src if condition.value else i.other]
+            return ""
         src, other = self.text(i.src), self.text(i.other)
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
         self.buffers[i.out] = replace(self.buffers[i.other], text=self.names.of(i.out), read_only=read_only)
-        return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(i.condition), src=src, other=other)
+        return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(condition), src=src, other=other)
 
     # --- compute ---
 
@@ -515,7 +482,7 @@ def _comment(location: Location) -> str:
 
 
 @tree.per_kind
-def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str | Words]:
+def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str]:
     """Emission method of an instruction class: `emit_on_stream` for OnStream. The default lays out the class's template."""
     names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
     return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

@@ -7,11 +7,11 @@ from itertools import groupby
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.layers import Layers
 from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.names import Names
 from hostweave.emit.program import Program
+from hostweave.emit.structs import Structs
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
@@ -55,19 +55,20 @@ class Tensor:
 
 
 class TensorsInTurn:
-    """Array of structs that hold the arguments that each call of a function takes."""
+    """Array of structs that hold the tensors of groups that are passed in turn."""
 
-    def __init__(self, view: Program, arrays: Sequence[Layers], tensors: Mapping[str, Tensor]):
+    def __init__(self, view: Program, arrays: Sequence[Structs], tensors: Mapping[str, Tensor]):
         fields = Names()
         sides: dict[str, list[Tensor]] = {"in": [], "out": []}
         self.members_of: dict[str, list[Tensor]] = {}  # members of an array, keyed by its first name
         for each in arrays:
-            labelled = [(tensors[name], pattern.cpp(INDEX)) for name, pattern in zip(each.names[0], each.taken.patterns, strict=True)]
+            labelled = [(tensors[name], each.label(name, INDEX)) for name in each.groups]
             own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
-            self.members_of[each.names[0][0]] = own
+            self.members_of[each.side + each.field] = own
             sides[each.side] += own
-        self.struct, self.field = view.context.names.of(f"{arrays[0].base}Tensors", "struct"), arrays[0].field
-        self.count, self.inputs, self.outputs = len(arrays[0].names), sides["in"], sides["out"]
+        base = arrays[0].struct.removesuffix("Inputs").removesuffix("Outputs")
+        self.struct, self.field = view.context.names.of(f"{base}Tensors", "struct"), arrays[0].field
+        self.count, self.inputs, self.outputs = arrays[0].count, sides["in"], sides["out"]
         self.members = [*self.inputs, *self.outputs]
 
 
@@ -93,10 +94,10 @@ class Main:
     def __init__(self, view: Program, reference: Reference | str):
         program, mesh = view.ir, view.mesh
         divisors = multiples(dedupe_functions(program))
-        named = list(zip(program.symbols(), view.sizes, strict=False))
+        named = list(zip(program.given_sizes(), view.sizes, strict=False))
         integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
-        parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
-        tensors = {x.name: _tensor(number, parameter, x, mesh, integers) for number, (parameter, x) in enumerate(parameters)}
+        numbered = {p.name: (number, p) for number, p in enumerate((*program.arguments, *program.results))}
+        tensors = {x.parameter: _tensor(*numbered[x.name], x, mesh, integers) for x in (*view.inputs, *view.outputs)}
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
         # Programs, keyed by folder.
@@ -104,11 +105,11 @@ class Main:
         # The user's name, the C++ name, and the default value.
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
-        of_calls = groupby(sorted(view.layers, key=_calls), key=_calls)
-        self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_calls)
+        of_word = groupby(sorted(view.structs, key=_kind), key=_kind)
+        self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_word)
         # Inputs and outputs that are not in arrays.
-        self.inputs = tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places)
-        self.outputs = tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places)
+        self.inputs = tuple(tensors[x.parameter] for x in view.inputs if x.parameter not in view.context.struct_of)
+        self.outputs = tuple(tensors[y.parameter] for y in view.outputs if y.parameter not in view.context.struct_of)
 
     @property
     def has_reference(self) -> bool:
@@ -150,9 +151,9 @@ def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, i
     return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
 
-def _calls(layers: Layers) -> tuple[str, int]:
-    """Sort key: the function, and the number of its calls."""
-    return layers.function, len(layers.names)
+def _kind(structs: Structs) -> tuple[str, int]:
+    """Sort key: what they are, and how many."""
+    return structs.field, structs.count
 
 
 def executable_of(program: str) -> str:

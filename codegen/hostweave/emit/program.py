@@ -10,10 +10,10 @@ from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Tem
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
-from hostweave.emit.layers import Layers
 from hostweave.emit.layout import lay_out
 from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
 from hostweave.emit.names import Names, is_reserved
+from hostweave.emit.structs import Structs
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
@@ -27,7 +27,8 @@ class Function:
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
-        parameters, layers = (*function.inputs, *function.outputs), context.layers_at(function.name)
+        parameters, passed = (*function.inputs, *function.outputs), context.passed[function.name]
+        of_struct = {at: each for each in passed for at in each.members}
         self.name = context.functions[function.name]
         with integers.noting() as used:
             self.body = emitter.body(function.body)
@@ -36,20 +37,21 @@ class Function:
             self.memory = arena_plan(emitter.steps, context)
 
         def param(at: int, parameter: ir.Parameter) -> str:
-            if at in layers:
-                return f"const {layers[at].struct}& {layers[at].parameter}"
+            if at in of_struct:
+                return f"const {of_struct[at].structs.struct}& {of_struct[at].parameter}"
             buffer = emitter.buffers[parameter.name]
             name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
             return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
         self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
         self.members = tuple(  # pointers to the members of its structs
-            lay_out("argument", place=f"{each.parameter}.{each.members[member]}", buffer=emitter.buffers[parameters[at].name])
-            for each in dict.fromkeys(layers.values())
-            for at, member in sorted(each.taken.positions, key=lambda position: position[1])
+            lay_out("argument", place=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
+            for each in passed
+            for at, group in each.members.items()
             if parameters[at].name in emitter.used
         )
-        sizes = tuple(integers.sizes.values())  # all sizes of the program, or none if the body uses none
+        # All sizes of the program, or none if the body uses none.
+        sizes = tuple(name for size, name in integers.sizes.items() if size not in integers.depths)
         self.sizes, self.memory_sizes = (sizes if names & {*sizes} else () for names in (used, used_by_memory))
         self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.steps)
         self.coordinates = _coordinates(integers, used)
@@ -78,21 +80,22 @@ class UserFunction:
 class Program:
     """Contents of the generated sources. Raises ProgramError for an op that cannot be written in C++."""
 
-    def __init__(self, program: ir.HostProgram, structs: bool = True, machine: Machine = H200):
-        """Emits all bodies. With `structs`, arguments of repeated calls are arrays of structs. Kernels are scheduled for `machine`."""
+    def __init__(self, program: ir.HostProgram, machine: Machine = H200):
+        """Emits all bodies. Kernels are scheduled for `machine`."""
         names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
-        sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
+        depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}
+        sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.given_sizes()}
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
-        integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
+        integers = CppExprPrinter(program.mesh, sizes | depths, multiples(flat), depths=program.depths())
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
-        self.context = context = ProgramContext(program, names, integers, structs, machine)
+        self.context = context = ProgramContext(program, names, integers, machine)
         self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         with integers.noting() as used:
             self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
         self.checks = tuple(checks_of(self.inputs, context))
-        self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
+        self.outputs = tuple(argument(program, p, emitter, {*sizes, *depths}) for p in program.outputs)
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
         self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in the memory of donated inputs
         self.sizes = tuple(sizes.values())
@@ -123,24 +126,19 @@ class Program:
 
     @property
     def has_arrays(self) -> bool:
-        return any(buffer.pool or buffer.element for buffer in self.temporaries)
+        return any(buffer.pool for buffer in self.temporaries)
 
     @property
-    def layers(self) -> tuple[Layers, ...]:
-        return self.context.layers
+    def structs(self) -> tuple[Structs, ...]:
+        return self.context.structs
 
-    @property
-    def in_turn(self) -> list[tuple[tuple[str, ...], ...]]:
-        return [layers.names for layers in self.layers]
-
-    def fields(self, arguments: Iterable[Argument]) -> Iterable[Argument | Layers]:
+    def fields(self, arguments: Iterable[Argument]) -> Iterable[Argument | Structs]:
         """Fields of the struct of inputs or outputs: arguments, and arrays of structs."""
-        layers = {name: layers for layers in self.layers for names in layers.names for name in names}
-        return dict.fromkeys(layers.get(x.name, x) for x in arguments)
+        return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
-    def members(self, layers: Layers) -> Iterable[Argument]:
-        """Members of an array's struct, as the arguments of the first call."""
-        return (x for x in (*self.inputs, *self.outputs) if x.name in layers.names[0])
+    def members(self, structs: Structs) -> Iterable[Argument]:
+        """Members of an array's struct, as the arguments of its first element."""
+        return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 
     @property
     def kernel_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from hostweave.base.signatures import checked
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
 from hostweave.types.blocks import Transfer
+from hostweave.types.group import ParameterGroup, one_by_one
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -87,7 +88,7 @@ class Value:
     """A named tensor.
 
     `pinned` values have a sharding that the user stated, which no pass may change. The communication of `is_async` values runs on a stream
-    of its own, overlapped with independent ops. `transport` overrides the transport of that communication.
+    of its own, overlapped with independent ops. `transport` overrides the transport of that communication. An input may be a `group`.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Value:
     pinned: bool = False
     is_async: bool = False
     transport: str = ""
+    group: ParameterGroup | None = None
 
     @property
     def walked(self) -> Stream:
@@ -163,8 +165,8 @@ class Op:
 class Fusion:
     """A program, or a function that it calls: inputs, ops in order, and names of the results.
 
-    `donated` is empty, or has for each result the input whose memory it takes, or "". `choices` are the compiler's choices of ways to
-    communicate.
+    `donated` is empty, or has for each result the input whose memory it takes, or "". `returned` is empty, or has for each result that is
+    a group its names. `choices` are the compiler's choices of ways to communicate.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Fusion:
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+    returned: tuple[ParameterGroup | None, ...] = ()
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{value.name}: {value.type}" for value in self.inputs)
@@ -196,6 +199,36 @@ class Fusion:
     def output_types(self) -> tuple[TensorType, ...]:
         values = self.values()
         return tuple(values[name].type for name in self.outputs)
+
+    @property
+    def arguments(self) -> tuple[Value, ...]:
+        """The tensors that a caller passes: inputs, and the tensors of groups one by one."""
+        return tuple(_alone(value, number, name) for value, number, name in one_by_one(self.inputs))
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        """The tensors that a caller gets: outputs, and the tensors of groups one by one."""
+        return tuple(_alone(value, number, name) for value, number, name in one_by_one(self._grouped_outputs))
+
+    @property
+    def numbered_results(self) -> tuple[tuple[str, int | None], ...]:
+        """The output of each result, and its number in a group."""
+        return tuple((value.name, number) for value, number, _ in one_by_one(self._grouped_outputs))
+
+    @property
+    def _grouped_outputs(self) -> Iterator[Value]:
+        values, groups = self.values(), self.returned or (None,) * len(self.outputs)
+        return (replace(values[name], group=group) for name, group in zip(self.outputs, groups, strict=True))
+
+    @property
+    def depths(self) -> dict[str, int]:
+        """The number of tensors of its groups, by the size that counts them."""
+        grouped = (
+            (value.type.shape[:1], value.group)
+            for value in (*self.inputs, *(self._grouped_outputs if self.returned else ()))
+            if value.group
+        )
+        return {size.name: len(group.names) for (size,), group in grouped if size.name}
 
     @property
     def functions(self) -> tuple[Fusion, ...]:
@@ -223,10 +256,12 @@ class Fusion:
         return user_kernels + functions + self._text("fusion", f" {self.mesh}" if self.mesh.axes else "")
 
     def _text(self, word: str, mesh: str = "") -> str:
-        inputs = ", ".join(f"%{value.name}: {value.type}" for value in self.inputs)
+        inputs = ", ".join(f"%{value.name}: {value.type}" + (f" {value.group}" if value.group else "") for value in self.inputs)
         lines = [f"  {line}\n" for line in (*self.ops, *self.choices)]
         donated = self.donated or ("",) * len(self.outputs)
-        returned = ", ".join(f"%{name} in %{into}" if into else f"%{name}" for name, into in zip(self.outputs, donated, strict=True))
+        groups = self.returned or (None,) * len(self.outputs)
+        ends = ((f" in %{into}" if into else "") + (f" {group}" if group else "") for into, group in zip(donated, groups, strict=True))
+        returned = ", ".join(f"%{name}{end}" for name, end in zip(self.outputs, ends, strict=True))
         return f"{word} @{self.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
 
     @staticmethod
@@ -239,6 +274,11 @@ class Fusion:
         from hostweave.fusion_ir.text import parse_fusion
 
         return parse_fusion(text)
+
+
+def _alone(value: Value, number: int | None, name: str) -> Value:
+    """A value, or the tensor with this number of a group."""
+    return value if number is None else replace(value, name=name, type=replace(value.type, dims=value.type.dims[1:]), group=None)
 
 
 def _number(value: Scalar) -> str:

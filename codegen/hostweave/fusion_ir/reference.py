@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import AXES, INDEX
+from hostweave.fusion_ir.ops.attributes import AXES, BACKWARD, CARRIED, DEPTH, EACH, INDEX, RETURNED
+from hostweave.fusion_ir.ops.calls import carried_by
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import DType, bind_sizes
@@ -20,20 +21,24 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Outputs for global inputs. Floats are float64, rounded only where the program casts. Integers and bools keep their dtype.
+    """Results for global arguments; the tensors of groups are passed one by one.
+
+    Floats are float64, rounded only where the program casts. Integers and bools keep their dtype.
 
     Raises ArgumentError if an input is missing or does not fit its type, or if a dim has no elements for `max`, `min` or `argmax`.
     """
-    inputs = {value.name: value.type for value in fusion.inputs}
+    inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
         if name not in arrays:
             raise ArgumentError(f"{fusion.name}: {name} is missing; pass {name}=")
         if arrays[name].ndim != len(type.dims):
             raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
-    values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    given = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    values = {v.name: np.stack([given[name] for name in v.group.names]) if v.group else given[v.name] for v in fusion.inputs}
     with _NUMPY.np.errstate(all="ignore"):  # NaN and infinity are results, as on the targets
-        return evaluate(fusion, values, sizes, _NUMPY)
+        made = dict(zip(fusion.outputs, evaluate(fusion, values, {**sizes, **fusion.depths}, _NUMPY), strict=True))
+    return tuple(made[output] if number is None else made[output][number] for output, number in fusion.numbered_results)
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,41 @@ def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic
     stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), arithmetic.dtype(type.dtype))
     keywords: dict[str, Any] = {**bound_attributes(op, sizes), **stated}
     if op.callee:
-        keywords["run"] = partial(_call, op.callee, sizes, arithmetic)
+        keywords["run"] = partial(_repeat if op.kind == "repeat" else _call, op, sizes, arithmetic)
     if op.kind == "astype":
         return arithmetic.cast(operands[0], type.dtype)
     return arithmetic.apply(partial(arithmetic.function(op), arithmetic.np, **keywords), *operands)
 
 
-def _call(function: Fusion, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    inputs = {value.name: array for value, array in zip(function.inputs, arrays, strict=True)}
-    return evaluate(function, inputs, sizes, arithmetic)
+def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
+    assert op.callee is not None
+    inputs = {value.name: array for value, array in zip(op.callee.inputs, arrays, strict=True)}
+    return evaluate(op.callee, inputs, sizes, arithmetic)
+
+
+def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
+    """The results of all calls, then all tensors that these take of what is carried, and all that they give."""
+
+    def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
+        return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
+
+    calls, depth, taken = list[tuple[Any, ...]](), op[DEPTH].bind(sizes), list(arrays)
+    for call in range(depth)[:: -1 if op[BACKWARD] else 1]:
+        for at in op[EACH]:
+            taken[at] = moved("select", arrays[at], axis=0, index=call)
+        given = _call(op, sizes, arithmetic, *taken)
+        taken_on = (one if at in op[CARRIED] else None for at, one in enumerate(taken))
+        calls.append((*given, *taken_on, *(one if at in op[RETURNED] else None for at, one in enumerate(given))))
+        for operand, result in carried_by(op).items():
+            taken[operand] = given[result]
+    last, in_order = calls[-1], calls[:: -1 if op[BACKWARD] else 1]
+
+    def whole(at: int) -> Any:
+        if at in op[RETURNED] or last[at] is None:
+            return last[at]
+        return moved("concat", *(moved("expand_dims", call[at], axis=(0,)) for call in in_order), axis=0)
+
+    return tuple(map(whole, range(len(last))))
 
 
 def _cast(array: Array, dtype: DType) -> Array:

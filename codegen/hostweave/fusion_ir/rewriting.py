@@ -8,6 +8,7 @@ from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
+from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
@@ -97,9 +98,11 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(fusion, bound)
     names = Names(made)
-    results = [Value(names.new(name), known(type), pinned=True) for name, type in zip(made.outputs, outputs, strict=True)]
-    ops = (Op("reshard", (name,), result) for name, result in zip(made.outputs, results, strict=True))
-    return replace(made, ops=(*made.ops, *ops), outputs=tuple(result.name for result in results))
+    groups = made.returned or (None,) * len(made.outputs)  # whose shardings the functions give that are repeated
+    returned = zip(made.outputs, outputs, groups, strict=True)
+    results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
+    ops = (Op("reshard", (name,), result) for name, result in results.items())
+    return replace(made, ops=(*made.ops, *ops), outputs=tuple(results[name].name if name in results else name for name in made.outputs))
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
@@ -114,10 +117,11 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
 
 
 def inlined(fusion: Fusion) -> Fusion:
-    """Inlines all calls, before the first pass.
+    """Inlines all calls, those of repeats one by one, before the first pass.
 
     Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
     """
+    fusion = unrolled(fusion)
     fresh = Names(fusion).new
 
     others: dict[tuple[str, int], str] = {}  # further results of calls -> their names here
@@ -158,7 +162,7 @@ def on_one_device(fusion: Fusion) -> Fusion:
 
     def unsharded(value: Value) -> Value:
         dims = tuple(Dim(dim.size) for dim in value.type.dims)
-        return Value(value.name, replace(value.type, dims=dims, partial=None, mesh=None))
+        return Value(value.name, replace(value.type, dims=dims, partial=None, mesh=None), group=value.group)
 
     def alone(op: Op) -> Op:
         return replace(op, kind="copy" if op.kind == "reshard" else op.kind, result=unsharded(op.result))

@@ -14,6 +14,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.transports.transport import NAMES
 from hostweave.types.blocks import Transfer
+from hostweave.types.group import ParameterGroup
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -49,7 +50,7 @@ def parse_fusion(text: str) -> Fusion:
 
 def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user_kernels: Mapping[str, UserKernel]) -> Fusion:
     name = reader.global_name(f"the {word}")
-    inputs = reader.enclosed(lambda: Value(*reader.typed_name(), pinned=True))
+    inputs = reader.enclosed(lambda: Value(*reader.typed_name(), pinned=True, group=reader.group()))
     mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
     reader.expect("{")
     known = {value.name for value in inputs}
@@ -59,10 +60,15 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
         known.add(ops[-1].result.name)
     choices = reader.repeated("choice", lambda: parse_choice(reader))
     reader.expect("return")
-    returned = reader.separated(lambda: (_parse_use(reader, known), _parse_use(reader, known) if reader.accept("in") else ""))
+
+    def output() -> tuple[str, str, ParameterGroup | None]:
+        return _parse_use(reader, known), _parse_use(reader, known) if reader.accept("in") else "", reader.group()
+
+    returned = reader.separated(output)
     reader.expect("}")
-    outputs, donated = zip(*returned, strict=True) if returned else ((), ())
-    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated if any(donated) else (), choices)
+    outputs, donated, groups = zip(*returned, strict=True) if returned else ((), (), ())
+    donated, groups = (given if any(given) else () for given in (donated, groups))
+    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated, choices, groups)
 
 
 def parse_op(
@@ -82,7 +88,7 @@ def parse_op(
     kind = reader.word("the name of an op")
     if kind not in OPS:
         reader.fail(f"unknown op {kind!r}; {did_you_mean(kind, OPS)}", at)
-    is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
+    is_called = kind in ("call", "repeat") or (kind == "output" and reader.peek() == "@")
     callee = _parse_named(reader, functions, "function") if is_called else None
     user_kernel = _parse_named(reader, user_kernels, "user_kernel") if kind == "kernel" else None
     operands: list[str | Scalar] = []

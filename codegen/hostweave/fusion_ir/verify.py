@@ -7,7 +7,7 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
-from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
@@ -49,7 +49,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         value.type.check(None, fusion.mesh)
         if value.stream or value.type.partial:
             raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
-    known = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols}
+    known = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols} | fusion.depths.keys()
     for op in fusion.ops:
         _verify_op(op, types)
         op.result.type.check(op.location, fusion.mesh)
@@ -61,8 +61,28 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         _verify_stream(op, level)
         if level >= LEVELS.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
+    _verify_groups(fusion)
     _verify_further_results(fusion)
     _verify_outputs(fusion, here, types, level)
+
+
+def _verify_groups(body: Fusion) -> None:
+    """Checks that each tensor of a group stands alone: ops repeat over it or select one, and no shard of the depth is anywhere."""
+    groups = {value.name: value.group for value in body.inputs if value.group}
+    for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
+        depth = body.values()[name].type.dims[:1]
+        if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
+            raise ProgramError(f"%{name}: the first dim of a group counts its {len(group.names)} tensors, as no mesh axis splits; name it")
+    made = {op.result.name: op for op in body.ops}
+    for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
+        if group and name in made and made[name].callee is None:
+            raise ProgramError(f"%{name}: only a repeat gives a group; return a {made[name].kind} as one tensor", made[name].location)
+    for op in body.ops if groups else ():
+        for at, operand in enumerate(op.operands):
+            if operand in groups and not (op.kind == "repeat" and at in op[EACH]) and not (op.kind == "select" and op[AXIS] == 0):
+                raise ProgramError(
+                    f"{op.kind}: %{operand} is a group, whose tensors lie anywhere; repeat over it or select one", op.location
+                )
 
 
 def _verify_function(function: Fusion, fusion: Fusion) -> None:
@@ -95,7 +115,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
-    if (op.kind == "call" and op.callee is None) or (op.callee and op.kind not in ("call", "output")):
+    if (op.kind in ("call", "repeat") and op.callee is None) or (op.callee and op.kind not in ("call", "repeat", "output")):
         raise ProgramError(f"{op.kind}: a call, and what else it gives, name a function, and no other op does", op.location)
     if (op.kind == "kernel") != (op.user_kernel is not None):
         raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
@@ -122,7 +142,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 def _verify_further_results(body: Fusion) -> None:
     """Checks further results of kernels and calls."""
     made = {op.result.name: op.user_kernel for op in body.ops}
-    calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
+    calls = {op.result.name: op.callee for op in body.ops if op.kind in ("call", "repeat")}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
     for op in (op for op in body.ops if op.kind == "output"):
         source, index = made.get(op.tensors[0]), op[INDEX]

@@ -213,6 +213,10 @@ class Builder:
     def select(self, src: str, dim: int, index: Expr, wanted: str) -> str:
         return self._view(ir.Select("", src, dim, index), wanted)
 
+    def choose(self, condition: Expr, src: str, other: str, wanted: str) -> str:
+        """View of `src` if the condition is true, or else of `other`."""
+        return self._view(ir.Choose("", src, condition, other), wanted)
+
     def chunk(self, src: str, dim: int, index: Expr, count: Size, wanted: str) -> str:
         if count == Size():
             return src

@@ -8,7 +8,7 @@ An instruction outside all `stream` blocks runs on the caller's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -27,6 +27,7 @@ from hostweave.host_ir.instructions.views import *  # noqa: F403
 from hostweave.host_ir.instructions.windows import *  # noqa: F403
 from hostweave.host_ir.tree import Body, Instruction, T, walk
 from hostweave.transports.transport import SIGNALS, Transport
+from hostweave.types.group import ParameterGroup, one_by_one
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
@@ -46,9 +47,11 @@ class Parameter:
     type: TensorType
     memory: str = ""  # name of the donated input, or ""
     in_window: bool = False
+    group: ParameterGroup | None = None
 
     def __str__(self) -> str:
-        return f"%{self.name}: {self.type}" + (f" in %{self.memory}" if self.memory else " in window" * self.in_window)
+        where = f" in %{self.memory}" if self.memory else " in window" * self.in_window
+        return f"%{self.name}: {self.type}{where}" + (f" {self.group}" if self.group else "")
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,29 @@ class HostProgram:
 
         return parse_host(text)
 
+    @property
+    @analysis
+    def arguments(self) -> tuple[Parameter, ...]:
+        """The tensors that a caller passes: inputs, and the tensors of groups one by one."""
+        return tuple(_one_by_one(self.inputs, {}))
+
+    @property
+    @analysis
+    def results(self) -> tuple[Parameter, ...]:
+        """The tensors that a caller gets: outputs, and the tensors of groups one by one."""
+        return tuple(_one_by_one(self.outputs, {p.name: p.group.names for p in self.inputs if p.group}))
+
+    @analysis
+    def depths(self) -> dict[str, int]:
+        """The number of tensors of its groups, by the size that counts them."""
+        grouped = ((p.type.shape[0].name, p.group) for p in (*self.inputs, *self.outputs) if p.group)
+        return {name: len(group.names) for name, group in grouped if name}
+
+    @analysis
+    def given_sizes(self) -> tuple[str, ...]:
+        """Names of the symbolic sizes that each call gives: all but the depths."""
+        return tuple(name for name in self.symbols() if name not in self.depths())
+
     def channel(self, name: str) -> Channel:
         return next(channel for channel in self.channels if channel.name == name)
 
@@ -268,6 +294,15 @@ class HostProgram:
         """Names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
         shapes = [size for p in (*self.inputs, *self.outputs) for size in p.type.shape]
         return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
+
+
+def _one_by_one(parameters: Iterable[Parameter], groups: Mapping[str, tuple[str, ...]]) -> Iterator[Parameter]:
+    for p, number, name in one_by_one(parameters):
+        if number is None:
+            yield p
+        else:
+            memory = groups[p.memory][number] if p.memory else ""
+            yield replace(p, name=name, type=replace(p.type, dims=p.type.dims[1:]), memory=memory, group=None)
 
 
 def _listed(items: Iterable[object]) -> str:

@@ -55,8 +55,9 @@ def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
     def parameter() -> ir.Parameter:
         name, type = reader.typed_name()
         if not reader.accept("in"):
-            return ir.Parameter(name, type)
-        return ir.Parameter(name, type, in_window=True) if reader.accept("window") else ir.Parameter(name, type, reader.named())
+            return ir.Parameter(name, type, group=reader.group())
+        in_window = reader.accept("window")
+        return ir.Parameter(name, type, "" if in_window else reader.named(), in_window, reader.group())
 
     return reader.enclosed(parameter)
 

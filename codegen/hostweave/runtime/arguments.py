@@ -129,20 +129,20 @@ class Bound:
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: Bound | None = None):
         """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
-        types = {parameter.name: parameter.type for parameter in host.inputs}
+        types = {parameter.name: parameter.type for parameter in host.arguments}
         self.arrays: dict[str, tuple[Library, Array]] = dict(before.arrays) if before else {}  # in the form that their library object uses
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
             if name in self.arrays:
                 raise ArgumentError(f"{where}: is bound already; leave it out, or bind the program that has it not bound")
-            if name in {output.memory for output in host.outputs}:
+            if name in {output.memory for output in host.results}:
                 raise ArgumentError(f"{where}: is donated, so that a call leaves a result in it; pass it to each call")
             if name not in types:
                 raise ArgumentError(f"{where}: no such input; {did_you_mean(name, types)}")
             library, accepted = accept(f"{host.name}: bind", target, name, types[name], array)
             _check_sizes(where, types[name], host.mesh, tuple(accepted.shape))
             self.arrays[name] = library, accepted
-        self.free: tuple[Parameter, ...] = tuple(parameter for parameter in host.inputs if parameter.name not in self.arrays)
+        self.free: tuple[Parameter, ...] = tuple(parameter for parameter in host.arguments if parameter.name not in self.arrays)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(array.shape) for name, (_, array) in self.arrays.items()}
@@ -150,7 +150,7 @@ class Bound:
     @cached_property
     def blocks(self) -> list[dict[str, View]]:
         """Every rank's block of each bound array, for arrays that are global."""
-        types = {parameter.name: parameter.type for parameter in self._host.inputs}
+        types = {parameter.name: parameter.type for parameter in self._host.arguments}
         ranks = range(self._host.mesh.size)
         return [{name: block(*held, types[name], self._host.mesh, rank) for name, held in self.arrays.items()} for rank in ranks]
 

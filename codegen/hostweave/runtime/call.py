@@ -50,7 +50,7 @@ class GlobalCall:
 
     def expect_shapes_of(self, other: GlobalCall) -> None:
         """Raises ArgumentError if two calls that run together have inputs of different shapes."""
-        for i, parameter in enumerate(self.program.inputs):
+        for i, parameter in enumerate(self.program.arguments):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
                 raise ArgumentError(f"{self.program.name}: {parameter.name}: calls that are run together have one shape")
 
@@ -66,11 +66,11 @@ class GlobalCall:
 
         A replicated output is the copy of one rank. An output in a donated input is that array.
         """
-        return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.outputs)))
+        return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
     def hand_back(self) -> None:
         """Writes results into the arrays that were donated for them."""
-        for i, parameter in enumerate(self.program.outputs):
+        for i, parameter in enumerate(self.program.results):
             if parameter.memory:
                 self._global_result(i, parameter)
 
@@ -98,22 +98,22 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     Raises ArgumentError with the names of program and argument if an array is missing or unknown, or has another dtype, number of
     dims, device or size than the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide its sizes.
     """
-    expected = {p.name: p.type for p in program.inputs}
+    expected = {p.name: p.type for p in program.arguments}
     arrays = in_order(program.name, bound.free, bound.arrays, given, named)
     taken = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.free, arrays, strict=True)}
     shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
     expect_divided(program, [shapes[name] for name in expected])
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
-    of_outputs = [_shape_of_output(program, parameter, sizes) for parameter in program.outputs]
+    of_outputs = [_shape_of_output(program, parameter, sizes) for parameter in program.results]
     accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}
     first = next(iter(taken or bound.arrays))
-    results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.outputs)
+    results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.results)
     ranks = range(program.mesh.size)
     own = ({name: block(*one, expected[name], program.mesh, rank) for name, one in taken.items()} for rank in ranks)
     blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
     inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
-        tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.outputs, results, of_outputs, strict=True))
+        tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.results, results, of_outputs, strict=True))
         for rank in ranks
     )
     places = {(type(one), one.device(array)): one for one, array in accepted.values()}
@@ -138,7 +138,7 @@ def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Lib
     if not given:
         return GlobalResult(library, library.device(array))
     expect_writable(f"{program.name}: {name}", library, array)
-    others = {p.memory: accepted[p.memory] for p in program.outputs if p.memory not in ("", name)}
+    others = {p.memory: accepted[p.memory] for p in program.results if p.memory not in ("", name)}
     if twice := [other for other, (of, one) in others.items() if of.address(one) == library.address(array) != 0]:
         raise ArgumentError(f"{program.name}: {name} and {twice[0]} are one array, and both are donated; pass an array for each")
     return GlobalResult(library, library.device(array), array, given[name])

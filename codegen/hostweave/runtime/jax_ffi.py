@@ -57,19 +57,19 @@ def jax_call(program: Program) -> Callable[..., Any]:
     """The program as a JAX function. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
     name, host = program.name, program.host
     jax = optional("jax", f"{name}: as_jax_ffi")
-    if donated := [output.memory for output in host.outputs if output.memory]:
+    if donated := [output.memory for output in host.results if output.memory]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")
-    if on_parts := [p.name for p in (*host.inputs, *host.outputs) if p.type.mesh]:
+    if on_parts := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
         raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: some ranks have nothing of it; reshard it to the whole mesh")
-    inputs, known = {p.name: p.type for p in host.inputs}, dict[Any, int]()
+    inputs, known = {p.name: p.type for p in host.arguments}, dict[Any, int]()
 
     def function(*arrays: Array) -> Any:
         group = _group(name)
-        expect_as_many(name, host.inputs, arrays)
-        given = tuple(_place(name, p, array) for p, array in zip(host.inputs, arrays, strict=True))
-        shapes = {p.name: shape for p, (shape, _) in zip(host.inputs, given, strict=True)}
-        outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.outputs], shapes, group.rank)
-        made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.outputs, strict=True))
+        expect_as_many(name, host.arguments, arrays)
+        given = tuple(_place(name, p, array) for p, array in zip(host.arguments, arrays, strict=True))
+        shapes = {p.name: shape for p, (shape, _) in zip(host.arguments, given, strict=True)}
+        outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.results], shapes, group.rank)
+        made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.results, strict=True))
         with _adding:
             key = known.setdefault((group, given), len(_calls))
             if key == len(_calls):

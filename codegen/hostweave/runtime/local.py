@@ -69,7 +69,7 @@ class LocalProgram:
             if is_set and group.count > 1 and not group.can_meet:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have nowhere to meet"
                 raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
-        self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.outputs]
+        self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # shapes of the last call
@@ -164,7 +164,7 @@ class LocalProgram:
             native, _ = self._open()
             with native_calls, self._measuring():
                 for shapes in global_shapes:
-                    pairs = zip(self.host.inputs, shapes, strict=True)
+                    pairs = zip(self.host.arguments, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self.arguments.holds(p) else () for p, shape in pairs]
                     self._group.waiting(partial(native.prepare, local, shapes, 0))
             return True
@@ -270,7 +270,7 @@ class LocalProgram:
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
-            for p, output, shape in zip(self.host.outputs, outputs, self._outputs, strict=True)
+            for p, output, shape in zip(self.host.results, outputs, self._outputs, strict=True)
         )
         return results[0] if len(results) == 1 else results
 
@@ -426,11 +426,11 @@ class LocalProgram:
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
                 (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
-                for parameter, shape, here in zip(self.host.outputs, self._outputs, held, strict=True)
+                for parameter, shape, here in zip(self.host.results, self._outputs, held, strict=True)
             ]
 
     def _expect_fitting(self, given: Sequence[Shape | None]) -> None:
-        for parameter, shape, here in zip(self.host.outputs, self._outputs, given, strict=True):
+        for parameter, shape, here in zip(self.host.results, self._outputs, given, strict=True):
             if here is not None and here != shape:
                 where = f"{self.host.name}: out=: {parameter.name}"
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}")
@@ -551,7 +551,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
             int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
             for dim, size in zip(p.type.dims, shape, strict=bool(shape))
         )
-        for p, shape in zip(host.inputs, shapes, strict=True)
+        for p, shape in zip(host.arguments, shapes, strict=True)
     ]
 
 

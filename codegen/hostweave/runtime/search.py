@@ -43,7 +43,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
     size is not stated. Raises ProgramError in a process that is one rank of several, if no earlier result is stored.
     """
     here = f'{host.name}: overlap="search"'
-    if missing := [name for name in host.symbols() if name not in sizes]:
+    if missing := [name for name in host.given_sizes() if name not in sizes]:
         raise ProgramError(f"{here} runs the program, and sizes are not stated: {', '.join(missing)}; give them as Options(sizes={{...}})")
     if not host.choices:
         return ()
@@ -53,7 +53,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
     if (group := current()) and not group.in_process:
         why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
         raise ProgramError(f'{here} {why}; compile it once in a process of its own, which keeps what it finds, or use overlap="auto"')
-    arrays = {p.name: random_array(p.type, sizes) for p in host.inputs}
+    arrays = {p.name: random_array(p.type, sizes) for p in host.arguments}
     taken: dict[str, str] = {choice.name: choice.taken.name for choice in host.choices}
     measured = []
     for choice in host.choices:

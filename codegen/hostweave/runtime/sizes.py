@@ -64,7 +64,7 @@ class ComparedSizes:
         last: LastSizes,
     ):
         self._host, self._group, self._signature, self._waits_for, self._sizes_of = host, group, signature, waits_for, sizes_of
-        dims = {str(dim.size): (i, j) for i, p in enumerate(host.inputs) for j, dim in enumerate(p.type.dims) if not dim.size.is_int}
+        dims = {str(dim.size): (i, j) for i, p in enumerate(host.arguments) for j, dim in enumerate(p.type.dims) if not dim.size.is_int}
         self._named_dims = tuple(dims.items())  # (name, (input, dim)) for each symbolic size
         self._known: set[tuple[int, ...]] = set()
         self._last = last
@@ -152,7 +152,7 @@ class ComparedSizes:
 
     def _difference(self, given: Mapping[int, Sizes]) -> str | None:
         """First input whose size differs between these ranks, with what each of them passes."""
-        for index, parameter in enumerate(self._host.inputs):
+        for index, parameter in enumerate(self._host.arguments):
             if len({sizes.of_all[index] for sizes in given.values()}) == 1:
                 continue
             ranks_of: dict[str, list[int]] = {}

@@ -80,14 +80,14 @@ class Arguments:
         """`native_table` makes the native part of a Table. `meets` is True if the ranks compare their shapes before a call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._meets, self._windows = native_table, meets, windows
-        self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some arguments exist only on some ranks
+        self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
         self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # argument lists without overlap, of this rank and of all ranks
         self.tables: weakref.WeakKeyDictionary[Bound, BoundTable] = weakref.WeakKeyDictionary()
 
     def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
         """Returns the checked arrays of a call, from the cache if they were checked before. Raises ArgumentError if they do not fit."""
         table = self.table(bound)
-        outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
+        outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
         key = states and (states, len(arrays), outs is None, known, self._windows.made)
         taken = table.taken.get(key) if key else None
@@ -114,16 +114,16 @@ class Arguments:
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
         library = next((one[0] for one in accepted if one), table.library)
         by_name = dict(zip((p.name for p in parameters), accepted, strict=True))
-        donated = tuple(by_name[p.memory] if p.memory else None for p in self._host.outputs)
-        for p, one in zip(self._host.outputs, donated, strict=True):
+        donated = tuple(by_name[p.memory] if p.memory else None for p in self._host.results)
+        for p, one in zip(self._host.results, donated, strict=True):
             if one:
                 expect_writable(f"{name}: {p.memory}", *one)
         given = None if outs is None else self._given(outs, donated)
-        taken_for = {p.memory for p in self._host.outputs}
-        new = [None if p.memory else one for p, one in zip(self._host.outputs, given or (), strict=False)]
+        taken_for = {p.memory for p in self._host.results}
+        new = [None if p.memory else one for p, one in zip(self._host.results, given or (), strict=False)]
         spans = (
             *self._spans(parameters, accepted, [p.name in taken_for for p in parameters]),
-            *self._spans(self._host.outputs, new, [True] * len(new)),
+            *self._spans(self._host.results, new, [True] * len(new)),
         )
         self.expect_apart(table.spans, spans)
         where = None if given is None else (places_of(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
@@ -138,11 +138,11 @@ class Arguments:
         return self.tables.get(bound) or self._new_table(bound)
 
     def _new_table(self, bound: Bound) -> BoundTable:
-        parameters = [parameter for parameter in self._host.inputs if parameter.name in bound.arrays]
+        parameters = [parameter for parameter in self._host.arguments if parameter.name in bound.arrays]
         held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
         addresses, shapes = places_of(held)
         places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
-        of_all = [places.get(parameter.name) for parameter in self._host.inputs]
+        of_all = [places.get(parameter.name) for parameter in self._host.arguments]
         native = self._native_table([place and place[0] for place in of_all])
         library = next((one[0] for one in held if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
         digest = key_of(*map(str, places.items())) if places else ""
@@ -180,7 +180,7 @@ class Arguments:
         return library, array
 
     def _given(self, arrays: Sequence[Array], donated: Sequence[Output]) -> tuple[Output, ...]:
-        parameters = self._host.outputs
+        parameters = self._host.results
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
         pairs = zip(parameters, arrays, donated, strict=True)
@@ -214,7 +214,7 @@ class Arguments:
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
                 names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
-                what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.outputs} else "out="
+                what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.results} else "out="
                 raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass an array of its own")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
@@ -238,7 +238,7 @@ class Arguments:
     def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """Shapes of the global inputs, given the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
         global_shapes = []
-        for index, parameter in enumerate(self._host.inputs):
+        for index, parameter in enumerate(self._host.arguments):
             shapes = [shapes[index] for shapes in shapes_of_all]
             global_shapes.append(shape_of_global(parameter.type, self._host.mesh, shapes))
             held = [rank for rank in range(len(shapes)) if self.holds(parameter, rank)]
@@ -256,17 +256,17 @@ class Arguments:
 
         A local shape is None if there is no array yet. Sharded dims are assumed even if no size is given.
         """
-        known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.inputs, shapes, strict=True) if s is not None and self.holds(p)]
+        known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
         trusted = not sizes or None in shapes  # a call with sizes states all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):
                 if not dim.size.is_int and (trusted or not dim.axes):
                     known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
-        if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.size.symbols} - known.keys():
+        if missing := {name for p in self._host.arguments for dim in p.type.dims for name in dim.size.symbols} - known.keys():
             raise ArgumentError(f"{self._host.name}: {what}: no size of {', '.join(sorted(missing))}; give the global one")
         try:
-            global_shapes = {p.name: global_shape(p.type, known) for p in self._host.inputs}
+            global_shapes = {p.name: global_shape(p.type, known) for p in self._host.arguments}
         except ValueError as error:
             raise ArgumentError(f"{self._host.name}: {what}: {error}") from None
         for parameter, shape in pairs:

@@ -154,11 +154,11 @@ def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], ha
     """Places of the arguments that a program declares in windows. Raises ArgumentError if one lies elsewhere."""
     places, remedy = [], "pass an array of group.empty"
     begins = {span.name: span.begin for span in spans}  # only of arrays that have elements
-    for parameter in (p for p in (*host.inputs, *host.outputs) if p.in_window):
-        name, is_missing = parameter.name, parameter in host.outputs and not has_outputs
+    for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):
+        name, is_missing = parameter.name, parameter in host.results and not has_outputs
         place = windows.place(begins[name]) if name in begins else None
         if is_missing or (name in begins and place is None):
-            where = f"{host.name}: {'out=: ' * (parameter in host.outputs)}{name}"
+            where = f"{host.name}: {'out=: ' * (parameter in host.results)}{name}"
             raise ArgumentError(f"{where}: lies in no window, and the program was compiled for one that does; {remedy}")
         places += [place] if place else []
     return tuple(places)

@@ -121,7 +121,7 @@ class Part:
         """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
-                self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.outputs])
+                self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
                 self.program = self._compile(self.graph)
         ready, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, held in {**self.tensors, **self.graph.bound}.items():

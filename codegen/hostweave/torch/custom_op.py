@@ -31,11 +31,11 @@ def as_torch_op(program: Program, name: str) -> Any:
     if hasattr(getattr(torch.ops, namespace), op):
         raise ArgumentError(f"as_torch_op: there is an op {name} already; choose another name")
     host = program.host
-    if donated := [output.memory for output in host.outputs if output.memory]:
+    if donated := [output.memory for output in host.results if output.memory]:
         raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; an op of torch does not change its inputs")
     types = {dtype: of for of, dtype in DTYPES.items()}
-    parameters = ", ".join(f"Tensor {parameter.name}" for parameter in host.inputs)
-    results = ["Tensor"] * len(host.outputs)
+    parameters = ", ".join(f"Tensor {parameter.name}" for parameter in host.arguments)
+    results = ["Tensor"] * len(host.results)
     schema = f"({parameters}) -> {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'}"
 
     def call(*arrays: torch.Tensor) -> Any:
@@ -43,15 +43,15 @@ def as_torch_op(program: Program, name: str) -> Any:
         return tuple(made) if isinstance(made, tuple) else made
 
     def fake(*arrays: torch.Tensor) -> Any:
-        given = {parameter.name: tuple(array.shape) for parameter, array in zip(host.inputs, arrays, strict=True)}
-        group, inputs = current(), {parameter.name: parameter.type for parameter in host.inputs}
-        outputs = [output.type for output in host.outputs]
+        given = {parameter.name: tuple(array.shape) for parameter, array in zip(host.arguments, arrays, strict=True)}
+        group, inputs = current(), {parameter.name: parameter.type for parameter in host.arguments}
+        outputs = [output.type for output in host.results]
         if group:
             shapes = local_outputs(program.name, program.mesh, inputs, outputs, given, group.rank)
         else:
             sizes = bind_sizes(program.name, program.mesh, inputs, given, None)
             shapes = [global_shape(type_, sizes) for type_ in outputs]
-        made = tuple(arrays[0].new_empty(shape, dtype=types[output.type.dtype]) for output, shape in zip(host.outputs, shapes, strict=True))
+        made = tuple(arrays[0].new_empty(shape, dtype=types[output.type.dtype]) for output, shape in zip(host.results, shapes, strict=True))
         return made if len(made) > 1 else made[0]
 
     made = torch.library.custom_op(name, call, mutates_args=(), schema=schema)

@@ -97,7 +97,7 @@ class TrainingModule(Differentiated):
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph()
         forward = Part(graph, module, partial(compile, end=""), joint.numbers_of(graph))
-        backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.outputs])
+        backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
         self._backward = Part(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
         self._lock = threading.Lock()

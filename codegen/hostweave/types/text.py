@@ -3,6 +3,7 @@
 import re
 
 from hostweave.types.blocks import Route
+from hostweave.types.group import ParameterGroup
 from hostweave.types.size import SizeReader
 from hostweave.types.tensor import DTYPES, Dim, DType, Partial, TensorType
 from hostweave.types.zigzag import ZIGZAG, Zigzag
@@ -50,6 +51,19 @@ class Reader(SizeReader):
             if sign:
                 self.expect(sign)
         return Route(*numbers)
+
+    def group(self) -> ParameterGroup | None:
+        """Parses `as w_0 to w_31 of layers`, if it is there."""
+        if not self.accept("as"):
+            return None
+        start, first = self.at, self.word("the name of a tensor")
+        self.expect("to")
+        last = self.word("the name of a tensor")
+        self.expect("of")
+        group = ParameterGroup(first, last, self.word("the name of an array"))
+        if not group.names:
+            self.fail(f"{first} and {last} do not differ in one number that counts up; write it like w_0 to w_31", start)
+        return group
 
     def typed_name(self) -> tuple[str, TensorType]:
         """Parses `%x: bf16[M@x, K]`."""

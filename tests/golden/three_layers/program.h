@@ -18,7 +18,7 @@ namespace programs::three_layers {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Inputs of one call of layer.
+// Inputs of one layer.
 struct LayerInputs {
   hw::Tensor w_in{.dtype = CUDA_R_16BF};   // bf16[E, local(F, x)]
   hw::Tensor w_out{.dtype = CUDA_R_16BF};  // bf16[local(F, x), E]
@@ -76,8 +76,7 @@ class Program {
   std::array<hw::bf16*, 4> layer_x_gathered_{};    // bf16[M/4, E], one per stream
   hw::bf16* layer_scattered_landing_ = nullptr;    // bf16[4, M/4, E]
   std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // bf16[M/4, E], one per stream
-  hw::bf16* x_2_ = nullptr;                        // bf16[M/4, E]
-  hw::bf16* x_3_ = nullptr;                        // bf16[M/4, E]
+  hw::bf16* y_other_ = nullptr;                    // bf16[M/4, E]
   std::optional<Sizes> prepared_;                  // sizes of the last prepare
 };
 

@@ -23,7 +23,7 @@ from hostweave.check.results.ranks import FieldRanks
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import CONTRACTED
+from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
 from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
@@ -298,7 +298,8 @@ def work(fusion: Fusion, sizes: Sizes) -> float:
         if op.callee:
             name = op.callee.name
             of_functions[name] = of_functions[name] if name in of_functions else work(op.callee, sizes)
-            total += of_functions[name] if op.kind != "output" else 0
+            calls = {"output": 0, "repeat": op[DEPTH].bind(sizes)}.get(op.kind, 1)
+            total += calls * of_functions[name]
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:

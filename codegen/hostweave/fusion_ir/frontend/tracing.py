@@ -14,6 +14,7 @@ from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
 from hostweave.fusion_ir.frontend.recording import record
+from hostweave.fusion_ir.frontend.repeats import repeat_calls
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, placed_on
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
@@ -88,6 +89,7 @@ def traced(
     if not inputs:
         raise ProgramError(f"{word} @{name} has no inputs; a program computes on tensors: give it one", location)
     finished = replace(_finished(name, trace, outputs), donated=donated)
+    finished = repeat_calls(finished) if word == "fusion" else finished
     verify_fusion(finished)
     trace.is_traced = True
     return finished

@@ -72,7 +72,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
     """Mesh of an op's result. Reshards to another mesh and functions state it; other ops take that of their operands."""
     if op.callee and op.kind == "output":
-        return op.callee.output_types[op[INDEX]].mesh
+        return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
         for value, given in zip(op.callee.inputs, operands, strict=True):
             if given.mesh != value.type.mesh:

@@ -1,12 +1,14 @@
-"""Calls of functions, and user kernels."""
+"""Calls of functions, one after another where they repeat, and user kernels."""
 
+from dataclasses import replace
 from typing import Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, EACH, INDEX, RETURNED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, opaque, unsharded
-from hostweave.types.tensor import TensorType
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType
 
 OPS: dict[str, OpDef] = {}
 
@@ -21,6 +23,63 @@ def _call(types: Types, op: Op) -> TensorType:
         if (given.dtype, given.shape) != (value.type.dtype, value.type.shape):
             raise Mismatch(f"@{function.name} takes {value.type} as {value.name}, not {given}; only the mesh axes may differ")
     return unsharded(function.output_types[0])
+
+
+def stacked(type: TensorType, depth: Size) -> TensorType:
+    """Type of so many tensors as one, with a dim of their own before the others."""
+    return replace(type, dims=(Dim(depth), *type.dims))
+
+
+def carried_by(op: Op) -> dict[int, int]:
+    """The operands of a repeat that the call before gives, each with the number of that result."""
+    operands, results = op[CARRIED], op[RETURNED]
+    return dict(zip(operands, results, strict=True))
+
+
+def result_type(op: Op, index: int) -> TensorType:
+    """Type of a result of a call, or of a repeat, whose further results are the tensors of an operand that all calls take, or give.
+
+    They are numbered behind the function's results: first all operands, then all results.
+    """
+    assert op.callee is not None
+    types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
+    return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
+
+
+def _taken_types(op: Op) -> list[TensorType]:
+    assert op.callee is not None
+    return [stacked(value.type, op[DEPTH]) if at in op[EACH] else value.type for at, value in enumerate(op.callee.inputs)]
+
+
+def _first_type(op: Op) -> TensorType:
+    assert op.callee is not None
+    return op.callee.output_types[0] if 0 in op[RETURNED] else result_type(op, 0)
+
+
+def _repeat(types: Types, op: Op) -> TensorType:
+    """Each call takes what the call before it gives for the operands `carried`, and the next tensor of those of `each`."""
+    function = op.callee
+    assert function is not None
+    if op[DEPTH] == Size(0):
+        raise Mismatch(f"@{function.name} is repeated, and nothing says how often; write depth=2")
+    if len(op[CARRIED]) != len(op[RETURNED]):
+        raise Mismatch(f"carried={op[CARRIED]} and returned={op[RETURNED]} do not pair operands with results; give as many of both")
+    operands, results = range(len(function.inputs)), range(len(function.outputs))
+    apart = (*op[EACH], *op[CARRIED])
+    if len(types) != len(operands) or len(set(apart)) < len(apart) or not {*apart} <= {*operands} or not {*op[RETURNED]} <= {*results}:
+        raise Mismatch(f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; number each of them once")
+    for value, wanted, given in zip(function.inputs, _taken_types(op), types, strict=True):
+        if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
+            raise Mismatch(f"@{function.name} takes {wanted} for {value.name}, not {given}; only the mesh axes may differ")
+    for operand, result in carried_by(op).items():
+        taken, given = function.inputs[operand].type, function.output_types[result]
+        if (taken.dtype, taken.shape, taken.mesh) != (given.dtype, given.shape, given.mesh):
+            raise Mismatch(f"@{function.name} takes {taken} and gives {given} for the next call; give what it takes")
+    return unsharded(_first_type(op))
+
+
+def _stated_by_repeat(types: Types, op: Op) -> tuple[TensorType, Types]:
+    return _first_type(op), _taken_types(op)
 
 
 def _kernel(types: Types, op: Op) -> TensorType:
@@ -38,10 +97,11 @@ def _kernel(types: Types, op: Op) -> TensorType:
 
 def _output(types: Types, op: Op) -> TensorType:
     if op.callee:
-        index = op[INDEX]
-        if not 0 < index < len(op.callee.outputs):
-            raise Mismatch(f"@{op.callee.name} has no result {index} beside the one of the call; it has {len(op.callee.outputs)} in all")
-        return unsharded(op.callee.output_types[index])
+        index, most = op[INDEX], len(op.callee.outputs)
+        most += len(op.callee.inputs) + most if op[DEPTH] != Size(0) else 0
+        if not 0 < index < most:
+            raise Mismatch(f"@{op.callee.name} has no result {index} beside the one of the call; it has {most} in all")
+        return unsharded(result_type(op, index))
     return unsharded(op.result.type)
 
 
@@ -60,9 +120,12 @@ def _stated_by_source(types: Types, op: Op) -> tuple[TensorType, Types]:
 
 
 def _stated_output(types: Types, op: Op) -> tuple[TensorType, Types]:
-    return op.callee.output_types[op[INDEX]] if op.callee else op.result.type, types
+    return result_type(op, op[INDEX]) if op.callee else op.result.type, types
 
 
 OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
+OPS["repeat"] = OpDef(
+    None, _repeat, opaque, lambda np, *arrays, run, **_: run(*arrays), (DEPTH, EACH, CARRIED, RETURNED, BACKWARD), stated=_stated_by_repeat
+)
 OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
-OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX,), "shape", stated=_stated_output, whole="made")
+OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated_output, whole="made")

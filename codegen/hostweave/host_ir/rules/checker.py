@@ -60,7 +60,7 @@ class Checker:
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
         self.once([pool.name for pool in pools], "")
-        told = {size.name for p in self.program.inputs for size in p.type.shape}
+        told = {size.name for p in self.program.inputs for size in p.type.shape} | self.program.depths().keys()
         for name in self.program.symbols():
             if name not in told:
                 self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")

@@ -62,7 +62,8 @@ class Planner:
         own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
         if not own:
             return tree.together(children)
-        views = [(self.uses.root(name), k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view")]
+        defined = ((name, k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view"))
+        views = [(root, k) for name, k in defined for root in self.uses.roots.all_of(name)]
         touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh in dict(own.values())}
         ties = _ties(body)
@@ -127,8 +128,8 @@ class Planner:
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
-                for name in dict.fromkeys(map(self.uses.root, tree.names(i, "read", "write"))):
-                    found.setdefault(name, []).append((k, streams))
+                for root in dict.fromkeys(root for name in tree.names(i, "read", "write") for root in self.uses.roots.all_of(name)):
+                    found.setdefault(root, []).append((k, streams))
         return found
 
     def on_streams_of(

@@ -27,7 +27,7 @@ from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, expr_of
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
-from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CARRIED, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
 from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.resharding import step_of
@@ -43,9 +43,11 @@ from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, Part, gathered_beside, iterations, loops_of, parts, shards
 from hostweave.passes.lower.placement import placement_of
+from hostweave.passes.lower.repeats import Repeats
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.scaled_matmuls import ScaledMatmuls
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
+from hostweave.types.group import ParameterGroup
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32, is_matrix
 
@@ -73,9 +75,10 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
-            if op.kind == "call" and op.callee:
-                pairs = zip(op.callee.inputs, op.operands, strict=True)
-                given = frozenset(value.name for value, operand in pairs if operand in found[body.name])
+            if op.kind in ("call", "repeat") and op.callee:
+                carried = op[CARRIED] if op.kind == "repeat" else ()  # in buffers of its own
+                numbered = enumerate(zip(op.callee.inputs, op.operands, strict=True))
+                given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
     return found
 
@@ -94,6 +97,7 @@ class _Lowering:
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
+        self.repeats = Repeats(flow, self.buffers, self.b)
         self.lowering: Lowering | None = None  # lowering of the current loop's communication
 
     def is_loop(self, loop: Loop) -> bool:
@@ -115,8 +119,9 @@ class _Lowering:
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
         donated = f.donated or ("",) * len(f.outputs)
-        inputs = tuple(self.parameter(v.name) for v in f.inputs)
-        outputs = tuple(self.parameter(name, memory) for name, memory in zip(f.outputs, donated, strict=True))
+        inputs = tuple(self.parameter(v.name, group=v.group) for v in f.inputs)
+        returned = zip(f.outputs, donated, f.returned or (None,) * len(f.outputs), strict=True)
+        outputs = tuple(self.parameter(name, memory, group) for name, memory, group in returned)
         self.buffers.begin(inputs, outputs)
         kept = self.keep_views(outputs)
         for loop in self.loops:
@@ -137,7 +142,9 @@ class _Lowering:
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
-                if source != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
+                if source != parameter.name and parameter.group:  # its tensors lie anywhere
+                    self.copy_group(source, parameter)
+                elif source != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
@@ -146,6 +153,13 @@ class _Lowering:
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         kernels = tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
+
+    def copy_group(self, source: str, parameter: ir.Parameter) -> None:
+        b, index = self.b, Var(self.b.loop_index())
+        with b.looped() as body:
+            own, given = (b.select(buffer, 0, index, f"{buffer}_{index.name}") for buffer in (parameter.name, source))
+            b.emit(ir.Copy(given, own))
+        b.emit(ir.For(index.name, parameter.type.shape[0], tuple(body)))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
         """Copies results that are views of donated inputs before these are overwritten. Returns the buffer of each."""
@@ -159,10 +173,10 @@ class _Lowering:
                     b.emit(ir.Copy(view, kept[name]))
         return kept
 
-    def parameter(self, name: str, memory: str = "") -> ir.Parameter:
+    def parameter(self, name: str, memory: str = "", group: ParameterGroup | None = None) -> ir.Parameter:
         type = self.flow.types[name]
-        in_window = name in self.windows and not memory and type.mesh is None
-        return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window)
+        in_window = self.windows.issuperset(group.names if group else (name,)) and not memory and type.mesh is None
+        return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window, group)
 
     def loop(self, loop: Loop) -> None:
         """Emits a chunk loop, and a second one for the remaining rows if the chunks do not divide them."""
@@ -242,7 +256,9 @@ class _Lowering:
             elif op.kind == "output":
                 self.buffers.buffer_of(op.result.name)  # written by its kernel or function
             elif op.callee:
-                self.call(op, op.callee)
+                if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
+                    self.reshards.transfers.wait_for_readers()  # its moves use the same signal numbers
+                (self.repeats.lower if op.kind == "repeat" else self.call)(op, op.callee)
             elif op.user_kernel:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
@@ -364,8 +380,6 @@ class _Lowering:
 
     def call(self, op: Op, function: Fusion) -> None:
         """Emits a call on all ranks. Inside, the function itself restricts work to a mesh."""
-        if any(inner.kind in TO_OTHER_MESHES for inner in function.all_ops):
-            self.reshards.transfers.wait_for_readers()  # its moves use the same signal numbers
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):

@@ -1,0 +1,91 @@
+"""Groups of parameters as arrays of structs: `in.layers[i].w`, and functions that take one of these structs."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from hostweave.emit.layout import braced
+from hostweave.emit.names import Names
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import bodies
+from hostweave.types.group import ParameterGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Structs:
+    """Groups of inputs or of outputs that are passed in turn, as one array of structs."""
+
+    side: str  # in, out
+    struct: str  # C++ type
+    field: str  # the array, a field of the program's inputs or outputs
+    groups: dict[str, ParameterGroup]  # by the name of the parameter
+    members: dict[str, str]  # C++ names
+
+    @property
+    def word(self) -> str:
+        """The word for one of them: a layer."""
+        return re.sub(r"s(_\d+)?$", r"\1", self.field)
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.groups.values())).names)
+
+    @property
+    def span(self) -> str:
+        """The first and the last tensor, in words."""
+        *_, last = self.groups.values()
+        return f"{next(iter(self.groups.values())).first} to {last.last}"
+
+    def at(self, index: str) -> str:
+        return f"{self.side}.{self.field}[{index}]"
+
+    def place(self, name: str, index: str) -> str:
+        """Path of one tensor of a group."""
+        return f"{self.at(index)}.{self.members[name]}"
+
+    def label(self, name: str, index: str) -> str:
+        """C++ of the user's name of one tensor of a group: `{"keys_", i, "_updated"}`."""
+        before, first, after = self.groups[name].pattern
+        number = f"{index} + {first}" if first else index
+        return braced([f'"{before}"', number, *([f'"{after}"'] if after else [])])
+
+
+def structs_of(program: ir.HostProgram, names: Names) -> Iterator[Structs]:
+    """The arrays of structs of a program's inputs, and those of its outputs."""
+    for side, parameters in (("in", program.inputs), ("out", program.outputs)):
+        for struct, of_struct in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
+            groups = {p.name: p.group for p in of_struct if p.group}
+            if struct and groups:
+                field = names.of(struct, f"array of structs {struct}")
+                word = "".join(part[:1].upper() + part[1:] for part in re.sub(r"s(_\d+)?$", r"\1", struct).split("_"))
+                own = Names()
+                members = {name: own.of(name) for name in groups}
+                yield Structs(side, names.of(f"{word}{side.capitalize()}puts", f"{side} struct of {struct}"), field, groups, members)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A struct that each call of a function takes, and the members that are its parameters."""
+
+    structs: Structs
+    parameter: str  # of the C++ function
+    members: dict[int, str]  # position of a parameter of the function -> name of the group
+
+
+def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
+    """The structs that all calls of a function take: the same members as the same parameters, of one element of the array."""
+    of_group = {name: structs for structs in all_structs for name in structs.groups}
+    selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
+    calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]
+    everywhere = sum(tree.names(i, "call") == (function,) for body in bodies(program) for i in tree.walk(body.body))
+    given = [{at: selects[name] for at, name in enumerate(tree.names(i, "read", "write")) if name in selects} for i in calls]
+    if not calls or len(calls) < everywhere or len({tuple((at, src) for at, (src, _) in one.items()) for one in given}) > 1:
+        return ()
+    found = list[Passed]()
+    for structs in all_structs:
+        members = {at: src for at, (src, _) in given[0].items() if src in structs.groups}
+        if members and all(len({one[at][1] for at in members}) == 1 for one in given):
+            is_first = all(other.structs.side != structs.side for other in found)
+            found.append(Passed(structs, structs.side if is_first else structs.field, members))
+    return tuple(found)

@@ -1,0 +1,464 @@
+"""Finds calls of a function that repeat, and makes one repeat of them. What they take and give in turn become groups.
+
+    fusion @f(%x: f32[M, K], %w_0: f32[K, K], %w_1: f32[K, K]) {
+      %h: f32[M, K] = call @layer(%x, %w_0)
+      %y: f32[M, K] = call @layer(%h, %w_1)
+
+becomes
+
+    fusion @f(%x: f32[M, K], %w: f32[depth, K, K] as w_0 to w_1 of layers) {
+      %y: f32[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from hostweave.base.names import claim_unique
+from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.calls import stacked
+from hostweave.fusion_ir.ops.definition import unsharded
+from hostweave.fusion_ir.rewriting import eliminate_dead_code
+from hostweave.types.group import ParameterGroup, between
+from hostweave.types.size import Size
+from hostweave.types.tensor import TensorType
+
+LEAST = 2  # calls that repeat
+
+Column = tuple[str, ...]  # the values that the calls of a run take for an operand, or give as a result, in order
+
+
+class _Unfit(Exception):
+    """A run or group of inputs that cannot be one. Holds what is not tried again."""
+
+    def __init__(self, what: object):
+        self.what = what
+
+
+@dataclass(eq=False)
+class _Run:
+    """Calls of a function, one after another, and the role of each operand."""
+
+    function: Fusion
+    calls: tuple[Op, ...]
+    results: tuple[Column, ...]  # of each result; "" where nothing takes it
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
+    each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
+    backward: bool = False
+
+    @property
+    def key(self) -> Column:
+        return tuple(call.result.name for call in self.calls)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return tuple(zip(*(call.tensors for call in self.calls), strict=True))
+
+    def in_order(self, column: Column) -> Column:
+        """A column in the order of the tensors."""
+        return column[::-1] if self.backward else column
+
+    @property
+    def stacks(self) -> dict[Column, int]:
+        """Columns that the calls give and take in turn, in the order of the tensors -> the number of that result."""
+        given = {self.in_order(column): at for at, column in enumerate(self.results) if at not in self.carried.values()}
+        on = {self.in_order(self.results[at]): len(self.results) + len(self.columns) + at for at in self.carried.values()}
+        return {self.in_order(self.columns[at]): len(self.results) + at for at in self.carried} | on | given
+
+
+def repeat_calls(fusion: Fusion) -> Fusion:
+    """Replaces runs of calls by repeats. Returns the fusion itself if there are none."""
+    unfit: set[object] = set()
+    while True:
+        try:
+            return _Repeats(fusion, unfit).rewritten()
+        except _Unfit as found:
+            unfit.add(found.what)
+
+
+class _Repeats:
+    def __init__(self, fusion: Fusion, unfit: set[object]):
+        self.fusion, self.unfit = fusion, unfit
+        self.values = fusion.values()
+        self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
+        self.made = {op.result.name: op for op in fusion.ops}
+        self.users: dict[str, list[Op | None]] = {name: [] for name in self.values}
+        for op in fusion.ops:
+            for name in op.tensors:
+                self.users[name].append(op)
+        for name in fusion.outputs:
+            self.users[name].append(None)
+        self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
+        self.groups: dict[Column, ParameterGroup] = {}  # of inputs
+        self.stacks: dict[Column, tuple[_Run, int]] = {}
+        self.runs: list[_Run] = []
+        self.result_of: dict[tuple[str, int], str] = {  # call and number -> the name of that result
+            (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
+        }
+
+    # --- runs ---
+
+    def find(self) -> None:
+        calls: dict[str, list[Op]] = {}
+        for op in self.fusion.ops:
+            if op.kind == "call" and op.callee:
+                calls.setdefault(op.callee.name, []).append(op)
+        for of_function in calls.values():
+            begin = 0
+            while begin < len(of_function):
+                most = self.most_alike(of_function[begin:])
+                ends = sorted({most, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
+                run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
+                if run:
+                    self.runs.append(run)
+                    self.stacks |= {column: (run, number) for column, number in run.stacks.items()}
+                begin += len(run.calls) if run else 1
+
+    def most_alike(self, calls: Sequence[Op]) -> int:
+        """How many of the first calls have operands in one role: carried by one result, shared, or taken in turn."""
+        in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
+        roles: list[set[object]] = []
+        for number, (before, call) in enumerate(pairwise(calls), 1):
+            given = self.results_of(before)
+            own: list[set[object]] = [
+                {*(("carried", at) for at, name in enumerate(given) if name == b)}
+                | ({"shared"} if a == b else set())
+                | ({"in turn"} if a != b and in_turn.issuperset((a, b)) else set())
+                for a, b in zip(before.tensors, call.tensors, strict=True)
+            ]
+            roles = [a & b for a, b in zip(roles, own, strict=True)] if roles else own
+            if not all(roles):
+                return number
+        return len(calls)
+
+    def results_of(self, call: Op) -> list[str]:
+        """Names of the results of a call; "" where nothing takes it."""
+        assert call.callee is not None
+        return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
+
+    def run(self, calls: Sequence[Op]) -> _Run | None:
+        """The calls as one run; None if they are none."""
+        function = calls[0].callee
+        assert function is not None
+        is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
+        if is_inner or any(value.type.mesh for value in function.values().values()):
+            return None
+        run = _Run(function, tuple(calls), tuple(zip(*map(self.results_of, calls), strict=True)))
+        if run.key in self.unfit:
+            return None
+        before = {column[:-1]: at for at, column in enumerate(run.results)}
+        in_turn = dict[int, Column]()
+        for at, column in enumerate(run.columns):
+            if column[1:] in before and before[column[1:]] not in run.carried.values():
+                run.carried[at] = before[column[1:]]
+            elif len({*column}) > 1:
+                in_turn[at] = column
+        for backward in (False, True):
+            run.backward = backward
+            run.each = {at: run.in_order(column) for at, column in in_turn.items()}
+            if all(column in self.stacks or self.is_group(column) for column in run.each.values()):
+                return run
+        return None
+
+    def is_group(self, column: Column) -> bool:
+        """True if these inputs can be a group: their names count up, and they are of one type."""
+        if column in self.unfit or not all(name in self.inputs for name in column) or len({self.values[name].type for name in column}) > 1:
+            return False
+        return between(column[0], column[-1]) is not None and ParameterGroup(column[0], column[-1], "").names == column
+
+    # --- groups of inputs and outputs ---
+
+    def group_inputs(self) -> list[Value | tuple[Column, ...]]:
+        """Inputs in order; neighbours that are passed in turn become rows of columns.
+
+        Raises _Unfit for a column that does not stand so in the inputs.
+        """
+        wanted = {column for run in self.runs for column in run.each.values() if column not in self.stacks}
+        counts = Counter(name for column in wanted for name in column)
+        if twice := next((name for name, times in counts.items() if times > 1), None):
+            raise _Unfit(next(column for column in wanted if twice in column))
+        return self.in_structs([value.name for value in self.fusion.inputs], wanted)
+
+    def in_structs(self, names: list[str], wanted: set[Column]) -> list[Value | tuple[Column, ...]]:
+        found: list[Value | tuple[Column, ...]] = []
+        in_column = {name: column for column in wanted for name in column}
+        at = 0
+        while at < len(names):
+            rows = self.rows(names, at, wanted)
+            if rows:
+                found.append(rows)
+                at += len(rows) * len(rows[0])
+            elif names[at] in in_column:
+                raise _Unfit(in_column[names[at]])
+            else:
+                found.append(self.values[names[at]])
+                at += 1
+        return found
+
+    def rows(self, names: list[str], begin: int, wanted: set[Column]) -> tuple[Column, ...] | None:
+        """Columns of equal length that stand in turn from here on, at least one of them wanted; None if there are none."""
+        for column in wanted:
+            try:
+                first, second = names.index(column[0], begin), names.index(column[1], begin)
+            except ValueError:
+                continue
+            stride, length = second - first, len(column)
+            if first - begin >= stride or stride < 1 or begin + stride * length > len(names):
+                continue
+            columns = tuple(tuple(names[begin + of : begin + stride * length : stride]) for of in range(stride))
+            if column in columns and all(one in wanted or self.is_alike(one) for one in columns):
+                return columns
+        return None
+
+    def is_alike(self, column: Column) -> bool:
+        """True if other inputs or outputs between those of a group can be in its struct."""
+        return column[0] in self.inputs and self.is_group(column)
+
+    def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
+        """Results that runs give in turn and the program returns: the run, the number of the result, and its stated type."""
+        found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
+        for run in self.runs:
+            for at, given in enumerate(run.results):
+                returned = [self.returned(name) for name in given]
+                is_carried = at in run.carried.values()
+                if is_carried and any(returned[:-1]) and self.is_kept_otherwise(run, at):
+                    raise _Unfit(run.key)
+                if any(returned[:-1] if is_carried else returned):
+                    column = run.in_order(tuple(names[0] if len(names) == 1 else "" for names in returned))
+                    types = {self.values[name].type for name in column if name}
+                    if "" in column or len(types) > 1 or not self.counts_up(column):
+                        raise _Unfit(run.key)
+                    number = len(run.results) + len(run.columns) + at if is_carried else at
+                    found[column] = run, number, None if column == run.in_order(given) else types.pop()
+        return found
+
+    def is_kept_otherwise(self, run: _Run, at: int) -> bool:
+        """True if what is carried is updated in place, or if other runs take all that the calls take of it."""
+        operand = next(operand for operand, result in run.carried.items() if result == at)
+        kept = run.in_order(run.columns[operand])
+        is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
+        return is_updated or any(kept in other.each.values() for other in self.runs)
+
+    def returned(self, name: str) -> list[str]:
+        """Outputs of the program that are a value, or a reshard of it that nothing else takes."""
+        if not name:
+            return []
+        reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
+        return [name] * (None in self.users[name]) + reshards
+
+    def counts_up(self, column: Column) -> bool:
+        return between(column[0], column[-1]) is not None and ParameterGroup(column[0], column[-1], "").names == column
+
+    # --- the fusion with repeats ---
+
+    def rewritten(self) -> Fusion:
+        self.find()
+        if not self.runs:
+            return self.fusion
+        return _Rewriting(self).fusion()
+
+
+class _Rewriting:
+    def __init__(self, found: _Repeats):
+        self.found, self.before = found, found.fusion
+        self.values, self.taken = found.values, set(found.taken)
+        self.inputs, self.outputs = found.group_inputs(), found.group_outputs()
+        self.in_groups = {len(column) for rows in self.inputs if isinstance(rows, tuple) for column in rows} | {
+            len(c) for c in self.outputs
+        }
+        self.sizes: dict[int, Size] = {}
+        self.structs: set[str] = set()
+        self.element: dict[str, tuple[str, int]] = {}  # a value -> the tensor of a group or stack that it is
+        self.name_of: dict[Column, str] = {}  # of groups and stacks
+        self.same: dict[str, str] = {}  # a value -> the value in its place
+        self.functions: dict[str, Fusion] = {}
+
+    def depth(self, calls: int) -> Size:
+        """Number of calls: a size of the program if groups have as many tensors, since nothing else depends on it."""
+        if calls not in self.in_groups:
+            return Size(calls)
+        if calls not in self.sizes:
+            self.sizes[calls] = Size.of(claim_unique("depth", self.taken))
+        return self.sizes[calls]
+
+    def fusion(self) -> Fusion:
+        inputs = [value for item in self.inputs for value in (self.grouped(item) if isinstance(item, tuple) else (item,))]
+        outputs, donated, groups = self.returned()
+        for run in self.found.runs:
+            self.pin(run)
+        ops = self.sorted_ops(inputs, outputs)
+        return replace(self.before, inputs=tuple(inputs), ops=ops, outputs=outputs, donated=donated, returned=groups)
+
+    def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
+        """A value for each column of inputs that are passed in turn."""
+        runs = [run.function.name for run in self.found.runs if not {*run.each.values()}.isdisjoint(columns)]
+        struct = claim_unique(f"{runs[0]}s", self.structs)
+        for column in columns:
+            group, value = ParameterGroup(column[0], column[-1], struct), self.values[column[0]]
+            name = self.named(column, group)
+            self.element |= {element: (name, number) for number, element in enumerate(column)}
+            yield replace(value, name=name, type=stacked(value.type, self.depth(len(column))), group=group)
+
+    def named(self, column: Column, group: ParameterGroup) -> str:
+        before, _, after = group.pattern
+        words = [word for word in (before.strip("_"), after.strip("_")) if word]
+        self.name_of[column] = claim_unique("_".join(words) or "group", self.taken)
+        return self.name_of[column]
+
+    def returned(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[ParameterGroup | None, ...]]:
+        """Outputs of the program, the input that each is donated, and the names of groups."""
+        old = list(self.before.outputs)
+        donated = dict(zip(old, self.before.donated or ("",) * len(old), strict=True))
+        outputs: list[tuple[str, str, ParameterGroup | None]] = []
+        structs: set[str] = set()
+        try:
+            items = self.found.in_structs(old, set(self.outputs))
+        except _Unfit as found:
+            raise _Unfit(next(run.key for column, (run, _, _) in self.outputs.items() if column == found.what)) from None
+        for item in items:
+            if isinstance(item, Value):
+                outputs.append((item.name, donated[item.name], None))
+                continue
+            run = next(self.outputs[column][0] for column in item if column in self.outputs)
+            struct = claim_unique(f"{run.function.name}s", structs)
+            for column in item:
+                if column not in self.outputs:
+                    raise _Unfit(run.key)
+                group = ParameterGroup(column[0], column[-1], struct)
+                name, into = self.named(column, group), tuple(donated[one] for one in column)
+                if any(into) and into not in self.name_of:
+                    raise _Unfit(self.outputs[column][0].key)
+                outputs.append((name, self.name_of[into] if any(into) else "", group))
+        of_groups = {name for column in self.name_of for name in column if name in self.found.inputs}
+        if any(into in of_groups for name, into, group in outputs if not group):
+            raise _Unfit(next(run.key for run in self.found.runs))
+        names, into, groups = zip(*outputs, strict=True)
+        return names, into if any(into) else (), groups if any(groups) else ()
+
+    def pin(self, run: _Run) -> None:
+        """Has the function give what the next call takes, and what the program returns, in the sharding in which it is wanted."""
+        function = self.functions.get(run.function.name, run.function)
+        wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
+        for of, number, type in self.outputs.values():
+            at = number - len(run.results) - len(run.columns) if number >= len(run.results) else number
+            if of is run and type and wanted.setdefault(at, type) != type:
+                raise _Unfit(run.key)
+        made, ops, outputs = {op.result.name: op for op in function.ops}, list(function.ops), function.outputs
+        names = set(function.values())
+        for at, type in wanted.items():
+            value = made[outputs[at]].result
+            if (value.type != type or not value.pinned) and function.mesh.axes:
+                before = claim_unique(f"{value.name}_made", names)
+                ops = [
+                    replace(op, result=replace(op.result, name=before)) if op.result == value else op.renamed({value.name: before})
+                    for op in ops
+                ]
+                ops.append(Op("reshard", (before,), Value(value.name, type, pinned=True), location=made[value.name].location))
+            elif value.type != type:
+                raise _Unfit(run.key)
+        self.functions[function.name] = replace(function, ops=tuple(ops))
+
+    # --- ops ---
+
+    def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
+        """The ops, with each run as a repeat, in the order in which they stood as far as their operands allow."""
+        run_of = {name: run for run in self.found.runs for call in run.calls for name in (call.result.name, *self.results_of(run, call))}
+        for run in self.found.runs:
+            self.place(run, outputs)
+        units: list[Op | _Run] = []
+        for op in self.before.ops:
+            name = op.result.name
+            if name in run_of:
+                if run_of[name] not in units:
+                    units.append(run_of[name])
+            elif name not in self.element:
+                units.append(op)
+        known, ops, selected, elements = {value.name for value in inputs}, list[Op](), set[str](), {*self.element}
+        while units:
+            for unit in units:
+                new = self.repeat(unit) if isinstance(unit, _Run) else [self.linked(unit)]
+                needed = {name for op in new for name in op.tensors} - {op.result.name for op in new}
+                selects = [self.select(name) for name in needed if name in self.element and name not in selected]
+                if needed - elements <= known and all(op.tensors[0] in known for op in selects):
+                    selected.update(op.result.name for op in selects)
+                    ops += [*selects, *new]
+                    known.update(op.result.name for op in ops[-len(selects) - len(new) :])
+                    units.remove(unit)
+                    break
+            else:
+                raise _Unfit(next(unit.key for unit in units if isinstance(unit, _Run)))
+        return eliminate_dead_code(ops, outputs)
+
+    def results_of(self, run: _Run, call: Op) -> list[str]:
+        at = run.calls.index(call)
+        return [column[at] for column in run.results if column[at]]
+
+    def place(self, run: _Run, outputs: tuple[str, ...]) -> None:
+        """Names the results of a repeat, and says what stands for each result of its calls."""
+        for column, (of, _, _) in self.outputs.items():
+            if of is run:
+                self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}
+        for at, given in enumerate(run.results):
+            if at in run.carried.values():
+                first, last = given[0], given[-1]
+                is_read = any(op is None or op.kind not in ("call", "output") for op in self.found.users[first])
+                self.same[last] = last if not last or last in outputs or is_read else first
+                operand = next(operand for operand, result in run.carried.items() if result == at)
+                self.stack(run, run.in_order(given), len(run.results) + len(run.columns) + at, ())
+                self.stack(run, run.in_order(run.columns[operand]), len(run.results) + operand, given[:-1])
+                self.element.pop(self.same[last], None)
+            else:
+                self.stack(run, run.in_order(given), at, given)
+
+    def stack(self, run: _Run, column: Column, at: int, elements: Column) -> None:
+        """Names a stack, and says which of its tensors stands for each of these values."""
+        returned = next((self.name_of[name] for name, (of, number, _) in self.outputs.items() if of is run and number == at), None)
+        if column not in self.name_of:
+            names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]
+            self.name_of[column] = returned or claim_unique(f"{run.function.name}_{names[at]}", self.taken)
+        for number, name in enumerate(column):
+            if name in elements and name and name not in self.element:
+                self.element[name] = self.name_of[column], number
+
+    def repeat(self, run: _Run) -> list[Op]:
+        """The repeat, and all results that it may give besides the first."""
+        function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
+        operands = tuple(self.name_of[run.each[at]] if at in run.each else self.now(name) for at, name in enumerate(first.tensors))
+        roles = {"each": tuple(run.each), "carried": tuple(run.carried), "returned": tuple(run.carried.values())}
+        given = attributes(depth=depth, **{name: numbers for name, numbers in roles.items() if numbers}, backward=run.backward)
+        is_carried = 0 in run.carried.values()
+        name = self.same[run.results[0][-1]] if is_carried else self.name_of[run.in_order(run.results[0])]
+        result = Value(name, first.result.type if is_carried else stacked(first.result.type, depth))
+        ops = [Op("repeat", operands, result, given, first.location, callee=function)]
+        for at, column in enumerate(run.results[1:], 1):
+            if at in run.carried.values():
+                ops += [self.output(run, name, at, self.same[column[-1]])] if column[-1] else []
+            elif any(column):
+                ops.append(self.output(run, name, at, self.name_of[run.in_order(column)]))
+        for operand, at in run.carried.items():
+            ops.append(self.output(run, name, len(run.results) + operand, self.name_of[run.in_order(run.columns[operand])]))
+            ops.append(self.output(run, name, len(run.results) + len(run.columns) + at, self.name_of[run.in_order(run.results[at])]))
+        return ops
+
+    def output(self, run: _Run, call: str, at: int, name: str) -> Op:
+        function, depth = self.functions[run.function.name], self.depth(len(run.calls))
+        given = attributes(index=at, depth=None if at in run.carried.values() else depth)
+        types = (*function.output_types, *(value.type for value in function.inputs), *function.output_types)
+        type = types[at] if at in run.carried.values() else stacked(types[at], depth)
+        return Op("output", (call,), Value(name, unsharded(type)), given, run.calls[0].location, callee=function)
+
+    def now(self, name: str) -> str:
+        return self.same.get(name, name)
+
+    def linked(self, op: Op) -> Op:
+        callee = self.functions.get(op.callee.name, op.callee) if op.callee else None
+        return replace(op.renamed({name: self.now(name) for name in op.tensors}), callee=callee)
+
+    def select(self, name: str) -> Op:
+        stack, number = self.element[name]
+        type = self.values[name].type
+        return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

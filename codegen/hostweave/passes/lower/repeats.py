@@ -1,0 +1,164 @@
+"""Lowers a repeat to a loop over calls.
+
+    %y: bf16[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
+
+becomes, with two buffers that take turns for what is carried from call to call, so that the last call gives it in the first of them,
+
+    %y_other = allocate bf16[M, K]
+    copy %x -> %y_other
+    for %i in 0..depth {
+      %y_taken = choose %y_other if %i % 2 == 0 else %y
+      %y_given = choose %y if %i % 2 == 0 else %y_other
+      %w_i = select %w[0: %i]
+      call @layer %y_taken, %w_i -> %y_given
+    }
+
+if `depth` is odd. Nothing else depends on it.
+"""
+
+from dataclasses import dataclass
+
+from hostweave.base.errors import ProgramError
+from hostweave.communication.steps import Dataflow, expr_of
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops.attributes import BACKWARD, DEPTH, EACH, INDEX
+from hostweave.fusion_ir.ops.calls import carried_by
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.passes.lower.buffers import Buffers
+from hostweave.types.tensor import BufferType
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Memory of a value that is carried from call to call: a buffer that is updated, two that take turns, or one that `keeps` all."""
+
+    name: str
+    source: str  # what the first call takes
+    buffers: tuple[str, ...]
+    keeps: str = ""  # taken: all that the calls take, and the last that they give; given: all that they give
+    is_copied: bool = True  # the first call takes a copy
+
+
+class Repeats:
+    def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
+        self.flow, self.buffers, self.b = flow, buffers, b
+        self.inputs = {value.name for value in flow.fusion.inputs}
+        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # of results in memory of inputs
+
+    def lower(self, op: Op, function: Fusion) -> None:
+        b, depth, name, results = self.b, op[DEPTH], op.result.name, len(function.outputs)
+        used = {user[INDEX]: user.result.name for user in self.flow.consumers[name] if user.kind == "output"} | {0: name}
+        pairs = carried_by(op)
+        given = [self.buffers.contiguous(operand) for operand in op.tensors]
+        types = [type.local(self.flow.mesh, self.flow.uneven) for type in function.output_types]
+        carried = {operand: self.begin(op, function, given[operand], (operand, result), used) for operand, result in pairs.items()}
+        targets, apart = dict[int, str](), dict[int, str]()
+        for number, type in enumerate(types):
+            if number not in used and number not in pairs.values():
+                targets[number] = b.allocate(f"{name}_unused", type)
+        whole = {number: self.whole(op, used[number]) for number in used if number < results and number not in pairs.values()}
+        for number in whole:
+            memory = self.memories.get(used[number], "")
+            taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
+            if any(not self.is_updated(function, at, number) for at in taken):  # the calls read what they would write over
+                apart[number] = b.allocate(f"{used[number]}_new", types[number])
+        index = Var(b.loop_index())
+        at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
+        with b.looped() as body:
+            sources = {number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH]}
+            for operand, result in pairs.items():
+                sources[operand], targets[result] = self.turn(op, carried[operand], index)
+            places = {number: b.select(buffer, 0, at, f"{buffer}_{index.name}") for number, buffer in whole.items()}
+            targets |= places | apart
+            operands = tuple(sources.get(number, buffer) for number, buffer in enumerate(given))
+            b.emit(ir.Call(function.name, operands, tuple(targets[number] for number in range(results))))
+            for number, buffer in apart.items():
+                b.emit(ir.Copy(buffer, places[number]))
+        b.emit(ir.For(index.name, depth, tuple(body)))
+        for operand, result in pairs.items():
+            self.end(op, carried[operand], used.get(result, ""), used.get(results + operand, ""))
+
+    def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
+        """True if a function gives a result in the memory of an operand."""
+        return bool(function.donated) and function.donated[result] == function.inputs[operand].name
+
+    # --- results that calls give in turn ---
+
+    def whole(self, op: Op, name: str) -> str:
+        """The buffer of what all calls give. It is that of a donated input, if nothing reads it later."""
+        memory = self.memories.get(name, "")
+        if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
+            self.buffers.by_value[name] = name  # the parameter
+        return self.buffers.buffer_of(name)
+
+    def is_read_later(self, name: str, op: Op) -> bool:
+        ops = self.flow.fusion.ops
+        later = ops[next(number for number, other in enumerate(ops) if other is op) + 1 :]
+        return any(self.flow.viewed(operand) == name for other in later for operand in other.tensors)
+
+    # --- what is carried ---
+
+    def begin(self, op: Op, function: Fusion, source: str, pair: tuple[int, int], used: dict[int, str]) -> _Carried:
+        b, type, results = self.b, self.b.types[source], len(function.outputs)
+        name, kept = used.get(pair[1], ""), used.get(results + pair[0], "")
+        wanted = name or f"{op.result.name}_{pair[1]}"
+        if all_given := used.get(results + len(function.inputs) + pair[1], ""):
+            if kept or self.is_updated(function, *pair):
+                why = f"@{function.name} is repeated, and all that its calls take and give of {wanted} is used"
+                raise ProgramError(f"{why}; return one of them only", op.location)
+            return _Carried(wanted, source, (self.buffers.buffer_of(all_given),), keeps="given", is_copied=False)
+        if kept:
+            whole = b.allocate(f"{kept}_and_last", BufferType(type.dtype, (op[DEPTH] + 1, *type.shape)))
+            first = b.select(whole, 0, expr_of(op[DEPTH]) if op[BACKWARD] else Const(0), f"{kept}_first")
+            carried = _Carried(wanted, source, (whole,), keeps="taken")
+        else:
+            first = last = self.buffers.buffer_of(name) if name else b.allocate(wanted, type)
+            if self.is_updated(function, *pair):
+                carried = _Carried(wanted, source, (first,))
+            else:
+                other = b.allocate(f"{wanted}_other", type)
+                first, second = (last, other) if op[DEPTH].bind(self.flow.fusion.depths) % 2 == 0 else (other, last)
+                carried = _Carried(wanted, source, (first, second), is_copied=self.is_temporary(op.tensors[pair[0]]))
+        if carried.is_copied:
+            b.emit(ir.Copy(source, first))
+        return carried
+
+    def is_temporary(self, name: str) -> bool:
+        """True if nothing else needs the memory of a value, so that it may be that of what is carried."""
+        users = [user for user in self.flow.consumers[name] if user.kind != "output"]
+        return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
+
+    def turn(self, op: Op, carried: _Carried, index: Var) -> tuple[str, str]:
+        """The buffer that a call takes, and the one that it gives to the next call."""
+        b, name, (first, *others) = self.b, carried.name, carried.buffers
+        if carried.keeps == "given":
+            at, way = (expr_of(op[DEPTH]) - 1 - index, 1) if op[BACKWARD] else (index, -1)
+            before = b.select(first, 0, (at + way + expr_of(op[DEPTH])) % expr_of(op[DEPTH]), f"{name}_before")
+            given = b.select(first, 0, at, f"{name}_given")
+            return b.choose(index.equals(0), carried.source, before, f"{name}_taken"), given
+        if carried.keeps:
+            step, way = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
+            return b.select(first, 0, step, f"{name}_taken"), b.select(first, 0, step + way, f"{name}_given")
+        if not others:
+            return first, first
+        is_even, (second,) = (index % 2).equals(0), others
+        taken, given = b.choose(is_even, first, second, f"{name}_taken"), b.choose(is_even, second, first, f"{name}_given")
+        return taken if carried.is_copied else b.choose(index.equals(0), carried.source, taken, f"{name}_taken_first"), given
+
+    def end(self, op: Op, carried: _Carried, name: str, kept: str) -> None:
+        """Says where the last of what is carried is, and what all calls took, where one buffer keeps all."""
+        if not carried.keeps:
+            return
+        (whole,) = carried.buffers
+        end = expr_of(op[DEPTH])
+        if carried.keeps == "taken":
+            self.buffers.by_value[kept] = self.b.slice(whole, 0, op[DEPTH], Const(int(op[BACKWARD])), kept)
+        else:
+            end = end - 1
+        if not name or (name not in self.buffers.by_value and not self.flow.consumers[name]):
+            return
+        last = self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name)
+        if self.buffers.by_value.setdefault(name, last) != last:
+            self.b.emit(ir.Copy(last, self.buffers.by_value[name]))

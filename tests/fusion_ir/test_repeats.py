@@ -1,0 +1,201 @@
+"""Repeats: which calls become one, their text and rules, what NumPy computes, and what the check finds in their loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ParseError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.unrolling import unrolled
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+TEXT = """\
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+  %h: f32[M@x, E] = matmul(%x, %w)
+  %s: f32[M@x, E] = multiply(%h, %h)
+  return %h, %s
+}
+fusion @model(%x: f32[M@x, E], %w: f32[depth, E, E] as w_0 to w_3 of layers) mesh(x=2) {
+  %h: f32[M@x, E] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
+  %s: f32[depth, M@x, E] = output @layer(%h, index=1, depth=depth)
+  %k: f32[depth, M@x, E] = output @layer(%h, index=2, depth=depth)
+  return %h, %s as s_0 to s_3 of sums, %k as k_0 to k_3 of sums
+}
+"""
+
+
+def layers(count: int, backward: bool = False, name: str = "w_{}") -> Fusion:
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.clip(x * w, -1, 1), x - w
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **{name.format(i): hw.f32["E"] for i in range(count)})
+    def model(x: hw.Tensor, **w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        given = []
+        for i in range(count)[:: -1 if backward else 1]:
+            x, one = layer(x, w[name.format(i)])
+            given.append(one)
+        return x, given[0] + given[1]
+
+    return model
+
+
+def arrays_of(fusion: Fusion) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {v.name: random.standard_normal([size.bind({"M": 4, "E": 3}) for size in v.type.shape]) for v in fusion.arguments}
+
+
+def test_text_and_numpy() -> None:
+    fusion = Fusion.parse(TEXT)
+    assert str(fusion) == TEXT
+    assert [value.name for value in fusion.arguments] == ["x", "w_0", "w_1", "w_2", "w_3"]
+    assert [value.name for value in fusion.results] == ["h", *(f"{name}_{i}" for i in range(4) for name in "sk")]
+    arrays = arrays_of(fusion)
+    last, *others = run_reference(fusion, arrays)
+    x = arrays["x"]
+    for i in range(4):
+        np.testing.assert_allclose(others[2 * i + 1], x)
+        x = x @ arrays[f"w_{i}"]
+        np.testing.assert_allclose(others[2 * i], x * x)
+    np.testing.assert_allclose(last, x)
+    for one, other in zip(run_reference(unrolled(fusion), arrays), (last, *others), strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_that_repeat_are_one(backward: bool) -> None:
+    fusion = layers(5, backward)
+    assert str(fusion).count(" = repeat @layer(") == 1
+    assert " call " not in str(fusion)
+    assert ("backward=true" in str(fusion)) == backward
+    arrays = arrays_of(fusion)
+    for one, other in zip(run_reference(fusion, arrays), run_reference(unrolled(fusion), arrays), strict=True):
+        np.testing.assert_allclose(one, other)
+    assert [str(layers(count, backward)).count("\n") for count in (2, 50)] == [str(fusion).count("\n")] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "repeats"),
+    [
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_1"]), 1),
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # names that do not count up
+        (lambda layer, x, w: layer(layer(x, w["w_1"]), w["w_0"]), 1),
+        (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # computed in between
+        (lambda layer, x, w: layer(x, w["w_0"]) + layer(x, w["w_1"]), 1),
+        (lambda layer, x, w: layer(x, w["w_0"]), 0),
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_0"]), 1),
+    ],
+)
+def test_what_repeats(function: Any, repeats: int) -> None:
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w, -1, 1)
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **dict.fromkeys(("w_0", "w_1", "v"), hw.f32["E"]))
+    def model(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
+        return function(layer, x, w) + w["v"]  # type: ignore[no-any-return]
+
+    assert str(model).count(" repeat ") == repeats
+    arrays = arrays_of(model)
+    np.testing.assert_allclose(*(run_reference(each, arrays)[0] for each in (model, unrolled(model))))
+    check(lower(model, Options()), fusion=model)
+
+
+def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
+    def block(factor: float) -> Any:
+        def layer(x: hw.Tensor) -> hw.Tensor:
+            return x * factor
+
+        layer.__name__ = f"layer_{str(factor).replace('.', '_')}"
+        return hw.block(x=hw.f32["M@x", "E"])(layer)
+
+    one, other = block(1.5), block(2.5)
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"])
+    def model(x: hw.Tensor) -> hw.Tensor:
+        return other(other(one(one(x))))  # type: ignore[no-any-return]
+
+    assert str(model).count(" repeat ") == 2
+    x = np.ones((4, 3))
+    np.testing.assert_allclose(run_reference(model, {"x": x})[0], x * 1.5**2 * 2.5**2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("w_0 to w_3", "w_0 to v_3", "do not differ in one number"),
+        ("w_0 to w_3", "w_3 to w_0", "do not differ in one number"),
+        (", depth=depth, each", ", each", "write depth=2"),
+        ("returned=(0,)", "returned=(1,)", "correct its type"),
+        ("returned=(0,)", "returned=(2,)", "number each of them once"),
+        ("each=(1,), ", "", "only the mesh axes may differ"),
+        ("carried=(0,), ", "", "give as many of both"),
+        ("index=2", "index=6", "has no result 6"),
+        ("return %h, %s as", "%t: f32[depth, E, E] = negative(%w)\n  return %t, %s as", "%w is a group"),
+        ("%k as", "%k, %s as", "returns one tensor twice"),
+    ],
+)
+def test_rules(old: str, new: str, error: str) -> None:
+    text = TEXT.replace(old, new, 1)
+    assert text != TEXT
+    with pytest.raises((ProgramError, ParseError), match=error):
+        Fusion.parse(text)
+
+
+HOST = str(lower(layers(5), Options()))
+
+
+def test_host_text_and_check() -> None:
+    host = HostProgram.parse(HOST)
+    assert str(host) == HOST
+    assert [p.name for p in host.arguments] == ["x", *(f"w_{i}" for i in range(5))]
+    check(host, fusion=layers(5))
+    check(lower(layers(4), Options()), fusion=layers(4))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("select %w[0: %i]", "select %w[0: 0]"),
+        ("select %w[0: %i]", "select %w[0: depth - 1 - %i]"),
+        ("select %w[0: %i]", "select %w[0: %i + 1]"),
+        ("if %i == 0 else", "if %i == 1 else"),
+        ("if %i % 2 == 0 else", "if %i % 2 == 1 else"),
+        ("if %i % 2 == 0 else", "if %i % 3 == 0 else"),
+        ("for %i in 0..depth", "for %i in 0..depth - 1"),
+    ],
+)
+def test_check_finds_what_is_wrong_in_a_loop(old: str, new: str) -> None:
+    assert old in HOST
+    with pytest.raises((ProgramError, ParseError)):
+        check(HostProgram.parse(HOST.replace(old, new, 1)), fusion=layers(5))
+
+
+def test_sizes_of_the_check_have_the_parity_of_the_depth() -> None:
+    found = [minimal_sizes(lower(layers(count), Options()))["depth"] for count in (2, 3, 4, 5, 32, 33)]
+    assert found == [2, 3, 4, 3, 4, 3]
+
+
+def test_a_repeat_needs_no_group() -> None:
+    @hw.block(x=hw.f32["M@x"], low=hw.f32["M@x"])
+    def step(x: hw.Tensor, low: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return (x + low) / 2, low
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"])
+    def bisect(x: hw.Tensor) -> hw.Tensor:
+        low = x * 0
+        for _ in range(7):
+            x, low = step(x, low)
+        return x
+
+    assert "depth=7" in str(bisect)
+    check(lower(bisect, Options()), fusion=bisect)
