@@ -10,6 +10,8 @@ from math_mutants import CAUGHT, MISSED, Subject, judged, mutants, subjects, tra
 from random_fusions import IGNORED
 
 import hostweave as hw
+from hostweave.check.results.arithmetic import HASHED
+from hostweave.check.results.inputs import random_inputs
 from hostweave.options import Options
 from hostweave.pipeline import lower
 
@@ -51,6 +53,19 @@ def test_blocks_of_squares_are_told_from_their_transposes() -> None:
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]
+
+
+def test_a_sum_of_one_element_is_no_evidence() -> None:
+    """Of a dim that some ranks share with one element each, a sum and a maximum are equal."""
+    subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
+    assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
+
+
+def test_each_input_is_tried_with_both_signs() -> None:
+    """Where all are negative, an absolute value is the negative."""
+    fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
+    for values in random_inputs(fusion, {"M": 40}, 3, HASHED, {}).values():
+        assert ((values.value[0] < 0) != (values.value[1] < 0)).all()
 
 
 def verdicts_on_blocks(name: str) -> list[str]:

@@ -11,7 +11,7 @@ from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
-from hostweave.types.size import Size, Sum
+from hostweave.types.size import LocalSize, Size, Sum
 from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
@@ -199,11 +199,19 @@ def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
 
 
 def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for those that ranks may share unevenly, each another one: the transpose of a square looks like its inverse."""
+    """Larger sizes for those that ranks may share unevenly.
+
+    Each is another one, because the transpose of a square looks like its inverse. Some rank has two elements of each, because the sum of
+    one is its maximum.
+    """
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
+    ranks = dict.fromkeys(program.uneven, 1)  # most that share a size
     for dim_size in all_sizes(program):
+        for atom in dim_size.atoms:
+            if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:
+                ranks[shared] = max(ranks[shared], atom.ranks_in(program.mesh))
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
     for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
@@ -212,8 +220,11 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
     uneven: SizeSteps = {}
     for name, size in least.items():
         step = steps.get(name, 0)
-        taken = {other for _, other in uneven.values()} if step else {}
-        uneven[name] = (step, next(larger for larger in count(size + step, step or 1) if larger not in taken))
+        taken, shared_by = {other for _, other in uneven.values()}, ranks.get(name, 1)
+        larger = size
+        while step and (larger == size or larger <= shared_by or larger in taken):
+            larger += step
+        uneven[name] = (step, larger)
     return (_with_room(program, uneven) or dict(least),)
 
 

@@ -1,0 +1,56 @@
+"""Counts the programs without one synchronisation, or with another one, that the proof of order rejects.
+
+`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check.md, for the programs of `test_mutations.py` and
+`test_one_sided_mutations.py`. These tests show that the accepted ones are harmless.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import compiled_fusions
+import test_mutations as streams
+import test_one_sided_mutations as signals
+from attention_cases import keys_in_a_loop
+
+import hostweave as hw
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+
+def verdicts() -> Iterator[tuple[str, bool]]:
+    """Kind of each mutant, and if the proof of order accepts it."""
+    variants = (
+        (streams.SMALL, (*compiled_fusions.SEVERAL, *compiled_fusions.ONE_DEVICE)),
+        *((v, compiled_fusions.SEVERAL) for v in streams.MORE),
+    )
+    for variant, names in variants:
+        for row in streams.table(variant, names):
+            mutant = streams.without_idle_waits(row.values[1])
+            kind = re.sub(r".*-\d+ (\w+) .*", r"a dropped \1", str(row.id))
+            yield kind, streams.is_accepted(mutant)
+    hosts = [
+        lower(
+            compiled_fusions.fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in signals.LOOPS else "one_sided")
+        )
+        for name in (*signals.LOOPS, *signals.WHOLLY)
+    ]
+    for host in (*hosts, lower(keys_in_a_loop(3, "put", hw.bf16), Options())):
+        for what, mutant in signals.mutants(host):
+            line, change = what.rsplit(": ", 1)
+            yield f"a {line.split()[0]} {change}" if change != "dropped" else f"a dropped {line.split()[0]}", signals.is_accepted(mutant)
+
+
+def main() -> None:
+    table: dict[str, Counter[bool]] = defaultdict(Counter)
+    for kind, is_accepted in verdicts():
+        table[kind][is_accepted] += 1
+    print("| mutants of synchronisation | in all | rejected | accepted, and harmless |\n|---|---|---|---|")
+    for kind, counts in [*sorted(table.items()), ("in all", sum(table.values(), Counter()))]:
+        print(f"| {kind} | {counts.total()} | {counts[False]} | {counts[True]} |")
+
+
+if __name__ == "__main__":
+    main()
