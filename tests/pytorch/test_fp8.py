@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 transformers = pytest.importorskip("transformers", reason="needs a model: pip install transformers")
 from torch import nn  # noqa: E402
+from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear  # noqa: E402
+from transformers.integrations.finegrained_fp8 import FP8Linear  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
@@ -112,6 +114,73 @@ def test_mistakes() -> None:
     module.double()
     x = x.double()
     fails("the weight of up is of torch.float64; use bfloat16", "row")
+
+
+class Quantised(nn.Module):
+    """Linears of transformers as its two loaders of FP8 checkpoints make them, with weights quantised as the checkpoints have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = FP8Linear(256, 512, block_size=(128, 128), has_bias=False)
+        self.down = FbgemmFp8Linear(512, 128, bias=True)
+        blocks = torch.randn(4, 128, 2, 128) * torch.rand(4, 1, 2, 1)
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        self.up.weight = nn.Parameter((blocks / scales).reshape(512, 256).to(torch.float8_e4m3fn), requires_grad=False)
+        self.up.weight_scale_inv = nn.Parameter(scales[:, 0, :, 0].contiguous())
+        rows = torch.randn(128, 512)
+        self.down.weight_scale = nn.Parameter(rows.abs().amax(1, keepdim=True) / 448)
+        self.down.weight = nn.Parameter((rows / self.down.weight_scale.detach()).to(torch.float8_e4m3fn), requires_grad=False)
+        self.down.bias = nn.Parameter(torch.randn(128))
+        self.down.input_scale_ub.fill_(2.0)  # less than the largest magnitudes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)) / 16)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Products of what 8-bit floats and scales stand for, in float32, with results of 16 bits."""
+        hidden = self.of(x, self.up.weight.float().view(4, 128, 2, 128) * self.up.weight_scale_inv[:, None, :, None], 128)
+        hidden = torch.relu(hidden) / 16
+        return self.of(hidden, self.down.weight.float() * self.down.weight_scale, 512, 2.0) + self.down.bias.to(x.dtype)
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: torch.Tensor, block: int, bound: float = torch.inf) -> torch.Tensor:
+        groups = x.float().unflatten(-1, (-1, block))
+        scales = groups.abs().amax(-1, keepdim=True).clamp(1e-12, bound) / 448
+        values = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+        return (values.flatten(-2) @ weight.reshape(-1, x.shape[-1]).T).to(x.dtype)
+
+
+QUANTISED_PLAN = {
+    "up.weight": "tp, -",
+    "up.weight_scale_inv": "tp, -",
+    "down.weight": "tp, -",
+    "down.weight_scale": "tp, -",
+    "down.bias": "tp",
+}
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_weights_of_checkpoints(ranks: int) -> None:
+    """Modules for transformers' finegrained_fp8 and fbgemm_fp8 compile as they are, without its kernels."""
+    torch.manual_seed(0)
+    module, x = Quantised().eval(), torch.randn(3, 16, 256, dtype=torch.bfloat16)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), QUANTISED_PLAN if ranks > 1 else {}, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).float(), module.reference(x).float(), rtol=2e-2, atol=2e-2)
+    text = model.program.fusion_ir
+    assert text.count(" = scaled_matmul(") == 2
+    assert "up_weight: f8e4m3[512" in text
+
+
+def test_weights_of_checkpoints_that_are_refused() -> None:
+    module, x = Quantised().eval(), torch.randn(16, 256, dtype=torch.bfloat16)
+    module.up.block_size = (64, 128)
+    with pytest.raises(ProgramError, match=r"its scales are of blocks of \(64, 128\); use those of 128 x 128"):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
+    module.up.activation_scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ProgramError, match="its scales of activations are stored; use the checkpoint whose activation_scheme is dynamic"):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])

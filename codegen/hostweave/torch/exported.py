@@ -29,6 +29,7 @@ from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched
+from hostweave.torch.scaled import with_quantized_linears
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -57,6 +58,7 @@ def exported(
     try:
         with (
             on_global_tensors(module),
+            with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),

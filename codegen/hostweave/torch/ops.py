@@ -15,6 +15,8 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
+from hostweave.base.errors import ProgramError
+
 Gradients = tuple[torch.Tensor | None, ...]
 LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 ops = torch.ops.hostweave
@@ -113,6 +115,18 @@ _op(
     lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
     _scaled_linear_backward,
     _inputs,
+)
+
+
+def _frozen(*_: Any) -> Gradients:
+    raise ProgramError("a linear whose weights are 8-bit floats is frozen; train with weights of 16 bits and fp8=")
+
+
+_op(
+    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? bound, str scaling) -> Tensor",
+    lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
+    _frozen,
+    _nothing,
 )
 _op(
     "scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor",

@@ -1,9 +1,11 @@
-"""Linears whose products are of 8-bit floats with scales."""
+"""Linears whose products are of 8-bit floats with scales: those that `fp8=` names, and those of transformers with quantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -43,3 +45,48 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
             x, weight, *bias = node.args
             given: tuple[Any, ...] = (x, weight, bias[0] if bias else node.kwargs.get("bias"), linears[paths[-1]])
             node.target, node.args, node.kwargs = ops.scaled_linear.default, given, {}
+
+
+# --- linears of transformers ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def with_quantized_linears(module: nn.Module) -> Iterator[None]:
+    """While it lasts, linears of transformers whose weights are 8-bit floats are one op, in place of calls of Triton's kernels."""
+    with ExitStack() as stack:
+        for of in {type(part) for part in module.modules()}:
+            if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
+                stack.enter_context(patch.object(of, "forward", forward))
+        yield
+
+
+def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """transformers' FP8Linear: scales of 128 elements of activations, and of 128 x 128 of weights."""
+    if linear.weight.element_size() > 1:
+        return nn.functional.linear(x, linear.weight, linear.bias)
+    scale, block = linear.weight_scale_inv, linear.block_size
+    if linear.activation_scale is not None:
+        raise _refused("its scales of activations are stored", "use the checkpoint whose activation_scheme is dynamic")
+    if block is None or tuple(block) != (128, 128):
+        raise _refused(f"its scales are of blocks of {block}", "use those of 128 x 128")
+    if scale.dtype != torch.float32:
+        raise _refused(f"its scales are {scale.dtype}", "convert them to torch.float32")
+    made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, None, "block")
+    return made
+
+
+def _fbgemm(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """transformers' FbgemmFp8Linear: a scale for each row, which the module's bound limits."""
+    scale = linear.weight_scale.to(torch.float32)
+    made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
+    return made
+
+
+def _refused(why: str, remedy: str) -> ProgramError:
+    return ProgramError(f"a linear with weights of 8-bit floats is not supported: {why}; {remedy}")
+
+
+_FORWARD: dict[str, Callable[..., torch.Tensor]] = {
+    "transformers.integrations.finegrained_fp8.FP8Linear": _finegrained,
+    "transformers.integrations.fbgemm_fp8.FbgemmFp8Linear": _fbgemm,
+}

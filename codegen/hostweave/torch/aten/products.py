@@ -108,6 +108,23 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
     return made if bias is None else made + bias
 
 
+@aten("hostweave.quantized_linear.default")
+def _quantized_linear(
+    result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
+) -> hw.Tensor:
+    """Weights are 8-bit floats with scales. No magnitude counts in a row's scale that is above `bound`."""
+    rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
+    if bound is None:
+        values, scales = hw.quantize(rows, scaling)
+    else:
+        top = hw.max(hw.abs(cast(rows, torch.float32)), -1, keepdims=True)
+        scales = hw.clip(hw.minimum(top, bound), min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+        values, _ = hw.quantize(rows, scaling, scale=scales)
+    made = hw.scaled_matmul(values, weight.T, scales, scale.T, out_dtype=x.dtype)
+    made = made if bias is None else made + cast(bias, result.dtype)
+    return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight.type.shape[0])))
+
+
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
     """Gradients have large ranges: f8e5m2, and weights f8e4m3."""
