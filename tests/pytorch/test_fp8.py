@@ -183,9 +183,31 @@ def test_weights_of_checkpoints_that_are_refused() -> None:
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_training_stays_near_that_of_bf16(steps: int) -> None:
-    """A Llama of 4 layers: after 50 steps, too, the loss is within 1%."""
+class Squares(MLP):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) - y).float().square().mean()
+
+
+def test_steps_stay_near_those_of_bf16() -> None:
+    """Two linears, 10 steps: the loss is within 2%."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 64, 128, dtype=torch.bfloat16).unbind()
+    losses = []
+    for fp8 in (None, "row"):
+        torch.manual_seed(1)
+        module = Squares()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        step = hostweave.torch.compile(module, hw.Mesh(tp=2), TP, (x, y), optimizer=optimizer, fp8=fp8)
+        losses.append([float(step(x, y)) for _ in range(10)])
+    plain, scaled = losses
+    assert scaled != plain
+    assert scaled[-1] < 0.9 * scaled[0]
+    assert all(abs(mine - theirs) < 0.02 * theirs for mine, theirs in zip(scaled, plain, strict=True)), losses
+
+
+@pytest.mark.slow
+def test_training_stays_near_that_of_bf16() -> None:
+    """A Llama of 4 layers, 50 steps: the loss is within 1%."""
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -206,10 +228,10 @@ def test_training_stays_near_that_of_bf16(steps: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         example = {"input_ids": tokens, "labels": tokens}
         step = hostweave.torch.compile(WithLoss(model), hw.Mesh(tp=2), {}, example, optimizer=optimizer, fp8=fp8)
-        losses.append([float(step(**example)) for _ in range(steps)])
+        losses.append([float(step(**example)) for _ in range(50)])
     plain, scaled = losses
     assert scaled != plain
-    assert scaled[-1] < (0.9 if steps > 10 else 1) * scaled[0]
+    assert scaled[-1] < 0.9 * scaled[0]
     assert abs(scaled[-1] - plain[-1]) < 0.01 * plain[-1]
 
 
