@@ -22,6 +22,7 @@ from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
+from hostweave.passes.fusion.keep_groups_apart import keep_groups_apart
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.passes.fusion.order_stages import order_stages
@@ -59,6 +60,7 @@ from hostweave.types.tensor import DType
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     drop_unit_axes,
     merge_contractions,
+    keep_groups_apart,
     propagate_sharding,
     join_blocks_of_keys,
     stream_keys_in_zigzag,

@@ -97,7 +97,7 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     if op.kind in GROUPED:
         x, other, groups = (list(map(float, local_dims(values[op.tensors[i]].type, fusion.mesh, sizes))) for i in (0, 1, 2))
         product = grouped_product(groups[-1], x[-2:], other, op.kind == OUTER, values[op.tensors[0]].type.dtype)
-        return replace(product, count=product.count * prod(x[:-2]))
+        return replace(product, count=product.count * prod(groups[:-1]))
     left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
     contracted = op[CONTRACTED] if op.kind == "matmul" else 1
     inner = prod(left[len(left) - contracted :])

@@ -1,6 +1,6 @@
 """Grouped matmuls: matrix products of groups of rows, whose first and last rows are data.
 
-There may be a batch dim in front of all dims: each of the batch has its own rows, groups and matrices.
+There may be a batch dim in front of all dims: each of the batch has its own groups and matrices, and its own rows or the same ones.
 
 Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; what is outside is cut off. If
 the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.
@@ -24,15 +24,16 @@ AnyType = TensorType | BufferType
 
 def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, is_outer: bool) -> str:
     """Reason why there is no grouped matmul of these operands, or ""."""
-    if len(x.shape) not in (2, 3) or len(other.shape) != len(x.shape) + (not is_outer) or len(starts.shape) != len(x.shape) - 1:
+    batch = starts.shape[:-1]
+    is_shared = bool(batch) and not is_outer and len(x.shape) == 2
+    if len(x.shape) != 2 + len(batch) - is_shared or len(batch) > 1 or len(other.shape) != 2 + len(batch) + (not is_outer):
         wanted = "[T, K] and [T, N]" if is_outer else "[T, K] and [E, K, N]"
         return f"{x} and {other} are not {wanted}; reshape them"
     if x.dtype.kind != "float" or x.dtype.itemsize < 2:
         return f"not defined for {x.dtype}; use hw.astype to f16, bf16, f32 or f64"
-    batch = x.shape[:-2]
     if is_outer and x.shape[:-1] != other.shape[:-1]:
         return f"{x} and {other} differ in their rows; give each row of one a row of the other"
-    if not is_outer and (*batch, x.shape[-1]) != (*other.shape[:-3], other.shape[-2]):
+    if not is_outer and (x.shape[-1] != other.shape[-2] or x.shape[:-2] not in (batch, ()) or other.shape[:-3] != batch):
         return f"inner dims differ: {x} x {other}; w is [E, K, N]"
     for bound in (starts, ends):
         groups = (*batch, starts.shape[-1] if is_outer else other.shape[-3])
@@ -47,7 +48,7 @@ def _inferred(types: Types, op: Op) -> TensorType:
         raise Mismatch(why)
     require(x, FLOATS)
     dtype = same_dtype((x, other))
-    sizes = (*starts.shape, x.shape[-1], other.shape[-1]) if op.kind == OUTER else (*x.shape[:-1], other.shape[-1])
+    sizes = (*starts.shape, x.shape[-1], other.shape[-1]) if op.kind == OUTER else (*starts.shape[:-1], x.shape[-2], other.shape[-1])
     result = op.result.type.dtype if widens(dtype, op.result.type.dtype) else dtype
     return TensorType(result, tuple(map(Dim, sizes)))
 
@@ -56,8 +57,9 @@ UNWALKED = frozenset(("t", "e"))  # data decide which rows belong to a group
 
 
 def _of_matmul(types: Types, op: Op) -> IndexMap:
-    b = ("b",) * (len(types[0].dims) - 2)
-    return IndexMap(((*b, "t", "k"), (*b, "e", "k", "n"), (*b, "e"), (*b, "e")), (*b, "t", "n"), unwalked=UNWALKED)
+    b = ("b",) * (len(types[2].dims) - 1)
+    x = ("b", "t", "k")[3 - len(types[0].dims) :]
+    return IndexMap((x, (*b, "e", "k", "n"), (*b, "e"), (*b, "e")), (*b, "t", "n"), unwalked=UNWALKED)
 
 
 def _of_outer(types: Types, op: Op) -> IndexMap:
@@ -103,9 +105,10 @@ def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
     """NumPy reference of operands that may have a batch dim."""
 
     def of_each(np: Any, x: Any, *others: Any) -> Any:
-        if x.ndim == 2:
+        if others[1].ndim == 1:
             return function(np, x, *others)
-        return np.stack([function(np, *(array[i] for array in (x, *others))) for i in range(x.shape[0])])
+        each = ((x if x.ndim == 2 else x[i], *(array[i] for array in others)) for i in range(len(others[1])))
+        return np.stack([function(np, *operands) for operands in each])
 
     return of_each
 

@@ -359,12 +359,13 @@ class _Lowering:
         make = ir.GroupedOuter if op.kind == OUTER else ir.GroupedMatmul
 
         def emit(view: Callable[[str], str]) -> None:
-            self.b.emit(make(view(x), view(other), view(starts), view(ends), view(dst), first))
+            rows = view(x) if len(self.b.types[x].shape) == 3 else x
+            self.b.emit(make(rows, view(other), view(starts), view(ends), view(dst), first))
 
         with packed_destination(self.b, target, None) if not lies_along(self.b.types[target], -1) else nullcontext(target) as dst:
-            if len(self.b.types[x].shape) == 2:
+            if len(self.b.types[starts].shape) == 1:
                 emit(str)
-            elif self.b.types[x].shape[0] == Size():
+            elif self.b.types[starts].shape[0] == Size():
                 emit(lambda name: self.b.drop(name, 0, f"{name}_alone"))
             else:
                 index = Var(self.b.loop_index())
