@@ -62,7 +62,14 @@ def test_rotary_and_transforms(ranks: int) -> None:
 
 @pytest.mark.extra
 def test_gradients_through_complex_numbers() -> None:
-    module = Rotary()
+    class Filtered(Rotary):
+        """Behind the rotation, a filter in the domain of frequencies."""
+
+        def forward(self, x: Any) -> Any:
+            turned = super().forward(x)
+            return torch.fft.irfft(torch.fft.rfft(turned) * (1 + 2j), n=turned.shape[-1])
+
+    module = Filtered()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=True)
     found = []
     for one in (model, module):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.fx import Interpreter, Node
@@ -38,7 +40,7 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
         return program
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
-    with preserve_node_meta():
+    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # constants that are made are of the same mode
         made = make_fx(lambda *values: _Pairs(program.graph_module).run(*values), decompositions)(*given)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
