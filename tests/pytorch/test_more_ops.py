@@ -310,3 +310,20 @@ def test_attention_to_one_head_of_keys(ranks: int) -> None:
     given = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
     model = hostweave.torch.compile(OneHead(), hw.Mesh(tp=ranks), {"q": "-, tp, -, -"} if ranks > 1 else {}, given)
     torch.testing.assert_close(model(*given), OneHead()(*given))
+
+
+@pytest.mark.extra
+def test_gradients_of_sampled_images() -> None:
+    """The derivative of grid_sample: of the image, and of the places that are read, some of which lie outside of it."""
+
+    class Sampled(nn.Module):
+        def forward(self, image: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return nn.functional.grid_sample(image, places, align_corners=False)
+
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(1, 2, 4, 5, generator=generator).requires_grad_()
+    places = (torch.rand(1, 3, 3, 2, generator=generator) * 2.4 - 1.2).requires_grad_()
+    module, found = Sampled(), []
+    for call in (hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (image, places), training=True), module):
+        found.append(torch.autograd.grad(call(image, places).square().sum(), (image, places)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._decomp import decomposition_table
 
 from hostweave.torch import windows
 from hostweave.torch.linalg import LINALG
@@ -381,6 +382,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
     aten.frexp.Tensor: frexp,
+    aten.grid_sampler_2d.default: decomposition_table[aten.grid_sampler_2d.default],  # also where it is derived
     aten.cumprod.default: cumprod,
     aten.logcumsumexp.default: logcumsumexp,
     aten.cummax.default: _cumulative(torch.ge),

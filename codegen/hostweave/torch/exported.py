@@ -41,7 +41,7 @@ split chunk stack cumsum one_hot
 # Ops of core ATen that are decomposed nevertheless, as torch does it.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
-upsample_bilinear2d upsample_bicubic2d upsample_nearest2d grid_sampler_2d
+upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
 max_pool2d_with_indices_backward
 """
 
