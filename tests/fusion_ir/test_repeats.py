@@ -44,7 +44,7 @@ def layers(count: int, backward: bool = False, name: str = "w_{}") -> Fusion:
         for i in range(count)[:: -1 if backward else 1]:
             x, one = layer(x, w[name.format(i)])
             given.append(one)
-        return x, given[0] + given[1]
+        return x, given[0] + given[1] - given[-2]
 
     return model
 
@@ -80,7 +80,7 @@ def test_calls_that_repeat_are_one(backward: bool) -> None:
     arrays = arrays_of(fusion)
     for one, other in zip(run_reference(fusion, arrays), run_reference(unrolled(fusion), arrays), strict=True):
         np.testing.assert_allclose(one, other)
-    assert [str(layers(count, backward)).count("\n") for count in (2, 50)] == [str(fusion).count("\n")] * 2
+    assert [str(layers(count, backward)).count("\n") for count in (4, 50)] == [str(fusion).count("\n")] * 2
 
 
 @pytest.mark.parametrize(
@@ -199,3 +199,65 @@ def test_a_repeat_needs_no_group() -> None:
 
     assert "depth=7" in str(bisect)
     check(lower(bisect, Options()), fusion=bisect)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("count", [3, 6])
+def test_calls_take_the_tensor_before_theirs(count: int, backward: bool) -> None:
+    """As a backward pass takes what each layer took, which the layer before gave. Gradients are sharded where they are used."""
+
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
+    def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.clip(x * w - s, -1, 1), hw.sum(x * s, axis="M")
+
+    @hw.block(donate={"w": 0}, w=hw.f32["E@x"], g=hw.f32["E@x"])
+    def update(w: hw.Tensor, g: hw.Tensor) -> hw.Tensor:
+        return w - g / 8
+
+    types = {
+        f"{name}_{i}": type for name, type in (("v", hw.f32["E@x"]), ("w", hw.f32["E"]), ("s", hw.f32["M@x", "E"])) for i in range(count)
+    }
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=2),
+        donate={f"v_{i}": 1 + i for i in range(count)},
+        x=hw.f32["M@x", "E"],
+        first=hw.f32["M@x", "E"],
+        **types,
+    )
+    def model(x: hw.Tensor, first: hw.Tensor, **given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        gradients = {}
+        x = x + given[f"s_{count - 1}"]
+        for i in range(count)[:: -1 if backward else 1]:
+            x, gradient = back(x, given[f"w_{i}"], given[f"s_{i - 1}"] if i else first)
+            gradients[i] = hw.reshard(gradient, "E@x")
+        return (x, *(update(given[f"v_{i}"], gradients[i]) for i in range(count)))
+
+    assert str(model).count(" repeat ") == 2
+    assert "lagged=(2,)" in str(model)
+    assert Fusion.parse(str(model)) == model
+    arrays = arrays_of(model)
+    for one, other in zip(run_reference(model, arrays), run_reference(unrolled(model), arrays), strict=True):
+        np.testing.assert_allclose(one, other)
+    check(lower(model, Options()), fusion=model)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_that_is_carried_can_be_returned(backward: bool) -> None:
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w, -1, 1)
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **{f"w_{i}": hw.f32["E"] for i in range(5)})
+    def model(x: hw.Tensor, **w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        made = {}
+        for i in range(5)[:: -1 if backward else 1]:
+            made[i] = x = layer(x, w[f"w_{i}"]).named(f"made_{i}")
+        return (hw.sum(x, axis="E"), *(made[i] for i in range(5)))
+
+    assert str(model).count(" repeat ") == 1
+    assert "as made_0 to made_4 of layers" in str(model)
+    arrays = arrays_of(model)
+    for one, other in zip(run_reference(model, arrays), run_reference(unrolled(model), arrays), strict=True):
+        np.testing.assert_allclose(one, other)
+    check(lower(model, Options()), fusion=model)

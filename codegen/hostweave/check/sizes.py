@@ -8,7 +8,7 @@ from math import gcd, lcm, prod
 from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
-from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, leaves
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import LocalSize, Size, Sum
@@ -60,7 +60,21 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
-    return steps | {name: (0, min(count, MOST_CALLS - (count - MOST_CALLS) % 2)) for name, count in program.depths().items()}
+    return steps | {name: (0, _calls(program, name, count)) for name, count in program.depths().items()}
+
+
+def _calls(program: ir.HostProgram, name: str, count: int) -> int:
+    """The least depth of the parity of `count` at which the first, the last and all named tensors of groups and stacks are there."""
+    types, stated = ir.buffer_types(program), list[Expr]()
+    for i in tree.walk(program.body):
+        chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
+        if chunk and chunk[2].name == name and not any(isinstance(leaf, Var) for leaf in leaves(chunk[1])):
+            stated.append(chunk[1])
+    depths = range(min(count, MOST_CALLS - (count - MOST_CALLS) % 2), count, 2)
+    fitting = (
+        depth for depth in depths if all(0 <= compiled(index, RankSizes({name: depth}, program.mesh))({}) < depth for index in stated)
+    )
+    return next(fitting, count)
 
 
 MOST_STEPS = (16, 256, 4096)  # of a size from its least on, in one search and the next

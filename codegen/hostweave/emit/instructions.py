@@ -415,7 +415,8 @@ class Emitter:
         return lay_out("let", name=self.integers.define(i.out, self.names.of(i.out), self.integers.range(i.value)), value=value)
 
     def emit_for(self, i: ir.For) -> str:
-        index = self.integers.define(i.out, self.names.of(i.out), (0, int(i.count) - 1 if i.count.is_int else None))
+        count = int(i.count) if i.count.is_int else self.integers.depths.get(i.count.name or "")
+        index = self.integers.define(i.out, self.names.of(i.out), (0, count - 1 if count else None))
         return lay_out("loop", index=index, count=self.integers.size(i.count), body=self.body(i.body))
 
     def emit_if(self, i: ir.If) -> str:

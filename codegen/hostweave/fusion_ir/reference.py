@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import AXES, BACKWARD, CARRIED, DEPTH, EACH, INDEX, RETURNED
-from hostweave.fusion_ir.ops.calls import carried_by
+from hostweave.fusion_ir.ops.attributes import AXES, BACKWARD, CARRIED, DEPTH, EACH, INDEX, LAGGED, RETURNED
+from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import DType, bind_sizes
@@ -99,10 +99,13 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
 
-    calls, depth, taken = list[tuple[Any, ...]](), op[DEPTH].bind(sizes), list(arrays)
+    count = len(arrays) - len(op[LAGGED])
+    calls, depth, taken = list[tuple[Any, ...]](), op[DEPTH].bind(sizes), list(arrays[:count])
     for call in range(depth)[:: -1 if op[BACKWARD] else 1]:
         for at in op[EACH]:
             taken[at] = moved("select", arrays[at], axis=0, index=call)
+        for at, number in lagged_by(op).items():
+            taken[at] = moved("select", arrays[at], axis=0, index=call - 1) if call else arrays[number]
         given = _call(op, sizes, arithmetic, *taken)
         taken_on = (one if at in op[CARRIED] else None for at, one in enumerate(taken))
         calls.append((*given, *taken_on, *(one if at in op[RETURNED] else None for at, one in enumerate(given))))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops.attributes import AXIS, BACKWARD, DEPTH, EACH, INDEX
-from hostweave.fusion_ir.ops.calls import carried_by
+from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.types.size import Size
 
@@ -65,14 +65,17 @@ class _Unrolling:
         results, carried, name = len(function.outputs), carried_by(op), op.result.name
         names = {0: name} | {index: made.result.name for (call, index), made in self.used.items() if call == name}
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
-        taken = [self.same.get(operand, operand) for operand in op.tensors]
+        taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
+        firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
         whole = results + len(function.inputs)  # from here on: all tensors that the calls give of what is carried
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
-        for at in op[EACH]:
+        for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
         for call in order:
             for at in op[EACH]:
                 taken[at] = self.elements[op.tensors[at]][call]
+            for at, first in firsts.items():
+                taken[at] = self.elements[op.tensors[at]][call - 1] if call else self.same.get(first, first)
             for index in given:
                 if index >= results and names[index] in self.returned:  # an output has an op of its own
                     given[index][call] = self.returned[names[index]][call]

@@ -7,7 +7,7 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
-from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, LAGGED, SOURCES, VALUE
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
@@ -79,7 +79,11 @@ def _verify_groups(body: Fusion) -> None:
             raise ProgramError(f"%{name}: only a repeat gives a group; return a {made[name].kind} as one tensor", made[name].location)
     for op in body.ops if groups else ():
         for at, operand in enumerate(op.operands):
-            if operand in groups and not (op.kind == "repeat" and at in op[EACH]) and not (op.kind == "select" and op[AXIS] == 0):
+            if (
+                operand in groups
+                and not (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED]))
+                and not (op.kind == "select" and op[AXIS] == 0)
+            ):
                 raise ProgramError(
                     f"{op.kind}: %{operand} is a group, whose tensors lie anywhere; repeat over it or select one", op.location
                 )

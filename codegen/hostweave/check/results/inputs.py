@@ -14,6 +14,7 @@ from hostweave.check.results.lanes import Exact, Lanes
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import masks_of
+from hostweave.fusion_ir.ops.attributes import LAGGED
 from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
@@ -78,7 +79,8 @@ def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         if op.callee:
             if op.kind != "output":
                 inner = steering_integers(op.callee, sizes)
-                for given, parameter in zip(op.tensors, op.callee.inputs, strict=True):
+                further = (op.callee.inputs[at] for at in op[LAGGED]) if op.kind == "repeat" else ()
+                for given, parameter in zip(op.tensors, (*op.callee.inputs, *further), strict=True):
                     if parameter.name in inner:
                         yield (source(given), *inner[parameter.name])
         elif op.kind in ("index", "start"):

@@ -12,10 +12,11 @@ becomes
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
@@ -48,6 +49,8 @@ class _Run:
     results: tuple[Column, ...]  # of each result; "" where nothing takes it
     carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
     each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the same, of which each call takes the tensor before
+    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards of it to one type, in its place
     backward: bool = False
 
     @property
@@ -115,7 +118,9 @@ class _Repeats:
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run:
                     self.runs.append(run)
+                    run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}
                     self.stacks |= {column: (run, number) for column, number in run.stacks.items()}
+                    self.stacks |= {run.in_order(column): (run, at) for at, (column, _) in run.placed.items()}
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
@@ -127,7 +132,7 @@ class _Repeats:
             own: list[set[object]] = [
                 {*(("carried", at) for at, name in enumerate(given) if name == b)}
                 | ({"shared"} if a == b else set())
-                | ({"in turn"} if a != b and in_turn.issuperset((a, b)) else set())
+                | ({"in turn"} if a != b and not in_turn.isdisjoint((a, b)) else set())
                 for a, b in zip(before.tensors, call.tensors, strict=True)
             ]
             roles = [a & b for a, b in zip(roles, own, strict=True)] if roles else own
@@ -157,12 +162,35 @@ class _Repeats:
                 run.carried[at] = before[column[1:]]
             elif len({*column}) > 1:
                 in_turn[at] = column
-        for backward in (False, True):
+        for is_late, backward in product((False, True), (False, True)):
             run.backward = backward
             run.each = {at: run.in_order(column) for at, column in in_turn.items()}
-            if all(column in self.stacks or self.is_group(column) for column in run.each.values()):
+            late = {at: column for at, column in run.each.items() if not (column in self.stacks or self.is_group(column))}
+            run.lagged = {at: whole for at, column in late.items() if is_late and (whole := self.whole(column))}
+            run.each = {at: column for at, column in run.each.items() if at not in late}
+            if len(run.lagged) == len(late):
                 return run
         return None
+
+    def placed(self, run: _Run, at: int) -> tuple[Column, TensorType] | None:
+        """Reshards to one type that are all that takes a result of the calls, which the function can do itself."""
+        users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
+        reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
+        is_inner = all(None not in self.users[value.name] for value in reshards)
+        if at in run.carried.values() or len(reshards) < len(users) or not is_inner or len({value.type for value in reshards}) > 1:
+            return None
+        return tuple(value.name for value in reshards), reshards[0].type
+
+    def whole(self, column: Column) -> Column:
+        """The stack or group of which a column has all tensors but the last one, behind another value; () if there is none."""
+        rest = column[1:]
+        if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
+            return found
+        for match in re.finditer(r"\d+", rest[-1]) if len(rest) > 1 else ():
+            following = f"{rest[-1][: match.start()]}{int(match[0]) + 1}{rest[-1][match.end() :]}"
+            if self.is_group((*rest, following)):
+                return (*rest, following)
+        return ()
 
     def is_group(self, column: Column) -> bool:
         """True if these inputs can be a group: their names count up, and they are of one type."""
@@ -177,7 +205,7 @@ class _Repeats:
 
         Raises _Unfit for a column that does not stand so in the inputs.
         """
-        wanted = {column for run in self.runs for column in run.each.values() if column not in self.stacks}
+        wanted = {column for run in self.runs for column in (*run.each.values(), *run.lagged.values()) if column not in self.stacks}
         counts = Counter(name for column in wanted for name in column)
         if twice := next((name for name, times in counts.items() if times > 1), None):
             raise _Unfit(next(column for column in wanted if twice in column))
@@ -295,7 +323,7 @@ class _Rewriting:
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
         """A value for each column of inputs that are passed in turn."""
-        runs = [run.function.name for run in self.found.runs if not {*run.each.values()}.isdisjoint(columns)]
+        runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:
             group, value = ParameterGroup(column[0], column[-1], struct), self.values[column[0]]
@@ -343,6 +371,7 @@ class _Rewriting:
         """Has the function give what the next call takes, and what the program returns, in the sharding in which it is wanted."""
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
+        wanted |= {at: type for at, (_, type) in run.placed.items()}
         for of, number, type in self.outputs.values():
             at = number - len(run.results) - len(run.columns) if number >= len(run.results) else number
             if of is run and type and wanted.setdefault(at, type) != type:
@@ -413,6 +442,9 @@ class _Rewriting:
                 self.element.pop(self.same[last], None)
             else:
                 self.stack(run, run.in_order(given), at, given)
+                placed = run.in_order(run.placed[at][0]) if at in run.placed else ()
+                self.name_of |= {placed: self.name_of[run.in_order(given)]} if placed else {}
+                self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
     def stack(self, run: _Run, column: Column, at: int, elements: Column) -> None:
         """Names a stack, and says which of its tensors stands for each of these values."""
@@ -427,8 +459,15 @@ class _Rewriting:
     def repeat(self, run: _Run) -> list[Op]:
         """The repeat, and all results that it may give besides the first."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
-        operands = tuple(self.name_of[run.each[at]] if at in run.each else self.now(name) for at, name in enumerate(first.tensors))
-        roles = {"each": tuple(run.each), "carried": tuple(run.carried), "returned": tuple(run.carried.values())}
+        whole = run.each | run.lagged
+        firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)
+        operands = (*(self.name_of[whole[at]] if at in whole else self.now(name) for at, name in enumerate(first.tensors)), *firsts)
+        roles = {
+            "each": tuple(run.each),
+            "lagged": tuple(run.lagged),
+            "carried": tuple(run.carried),
+            "returned": tuple(run.carried.values()),
+        }
         given = attributes(depth=depth, **{name: numbers for name, numbers in roles.items() if numbers}, backward=run.backward)
         is_carried = 0 in run.carried.values()
         name = self.same[run.results[0][-1]] if is_carried else self.name_of[run.in_order(run.results[0])]
@@ -460,5 +499,6 @@ class _Rewriting:
 
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
-        type = self.values[name].type
+        type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
+        number = number if number < count / 2 else number - count  # from the end that is nearer, which is there at any depth
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

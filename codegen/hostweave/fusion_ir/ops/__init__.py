@@ -74,7 +74,7 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
-        for value, given in zip(op.callee.inputs, operands, strict=True):
+        for value, given in zip(op.callee.inputs, operands, strict=False):  # a repeat may have more operands
             if given.mesh != value.type.mesh:
                 where = f"{given} on the program's mesh" if given.mesh is None else str(given)
                 raise Mismatch(

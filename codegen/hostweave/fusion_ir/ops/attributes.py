@@ -19,6 +19,7 @@ DEPTH = Attribute("depth", Size, Size(0))  # number of calls of a repeat, and of
 _NONE: tuple[int, ...] = ()
 EACH = Attribute[tuple[int, ...]]("each", tuple, _NONE)  # operands of which each call takes the next tensor
 CARRIED, RETURNED = Attribute[tuple[int, ...]]("carried", tuple, _NONE), Attribute[tuple[int, ...]]("returned", tuple, _NONE)
+LAGGED = Attribute[tuple[int, ...]]("lagged", tuple, _NONE)  # operands of which each call takes the tensor before the next one
 BACKWARD = Attribute("backward", bool, False)  # the first call takes the last tensors
 VALUE = Attribute("value", float, 0.0)  # an int for integer dtypes, since floats cannot represent all of them
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)

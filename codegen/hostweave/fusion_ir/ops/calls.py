@@ -5,7 +5,7 @@ from typing import Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, EACH, INDEX, RETURNED
+from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, EACH, INDEX, LAGGED, RETURNED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, opaque, unsharded
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
@@ -36,6 +36,13 @@ def carried_by(op: Op) -> dict[int, int]:
     return dict(zip(operands, results, strict=True))
 
 
+def lagged_by(op: Op) -> dict[int, int]:
+    """The lagged operands of a repeat, each with the number of the operand that the call of the first tensor takes."""
+    assert op.callee is not None
+    operands = op[LAGGED]
+    return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
+
+
 def result_type(op: Op, index: int) -> TensorType:
     """Type of a result of a call, or of a repeat, whose further results are the tensors of an operand that all calls take, or give.
 
@@ -48,7 +55,8 @@ def result_type(op: Op, index: int) -> TensorType:
 
 def _taken_types(op: Op) -> list[TensorType]:
     assert op.callee is not None
-    return [stacked(value.type, op[DEPTH]) if at in op[EACH] else value.type for at, value in enumerate(op.callee.inputs)]
+    types, whole = [value.type for value in op.callee.inputs], (*op[EACH], *op[LAGGED])
+    return [*(stacked(type, op[DEPTH]) if at in whole else type for at, type in enumerate(types)), *(types[at] for at in op[LAGGED])]
 
 
 def _first_type(op: Op) -> TensorType:
@@ -57,7 +65,10 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Each call takes what the call before it gives for the operands `carried`, and the next tensor of those of `each`."""
+    """Each call takes what the call before it gives for the operands `carried`, and the next tensor of those of `each`.
+
+    For an operand that is `lagged` it takes the tensor before that, and where there is none a further operand at the end.
+    """
     function = op.callee
     assert function is not None
     if op[DEPTH] == Size(0):
@@ -65,16 +76,22 @@ def _repeat(types: Types, op: Op) -> TensorType:
     if len(op[CARRIED]) != len(op[RETURNED]):
         raise Mismatch(f"carried={op[CARRIED]} and returned={op[RETURNED]} do not pair operands with results; give as many of both")
     operands, results = range(len(function.inputs)), range(len(function.outputs))
-    apart = (*op[EACH], *op[CARRIED])
-    if len(types) != len(operands) or len(set(apart)) < len(apart) or not {*apart} <= {*operands} or not {*op[RETURNED]} <= {*results}:
+    apart = (*op[EACH], *op[LAGGED], *op[CARRIED])
+    if (
+        len(types) != len(operands) + len(op[LAGGED])
+        or len(set(apart)) < len(apart)
+        or not {*apart} <= {*operands}
+        or not {*op[RETURNED]} <= {*results}
+    ):
         raise Mismatch(f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; number each of them once")
-    for value, wanted, given in zip(function.inputs, _taken_types(op), types, strict=True):
+    taken = [*function.inputs, *(function.inputs[at] for at in op[LAGGED])]
+    for value, wanted, given in zip(taken, _taken_types(op), types, strict=True):
         if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
             raise Mismatch(f"@{function.name} takes {wanted} for {value.name}, not {given}; only the mesh axes may differ")
     for operand, result in carried_by(op).items():
-        taken, given = function.inputs[operand].type, function.output_types[result]
-        if (taken.dtype, taken.shape, taken.mesh) != (given.dtype, given.shape, given.mesh):
-            raise Mismatch(f"@{function.name} takes {taken} and gives {given} for the next call; give what it takes")
+        wants, given = function.inputs[operand].type, function.output_types[result]
+        if (wants.dtype, wants.shape, wants.mesh) != (given.dtype, given.shape, given.mesh):
+            raise Mismatch(f"@{function.name} takes {wants} and gives {given} for the next call; give what it takes")
     return unsharded(_first_type(op))
 
 
@@ -125,7 +142,12 @@ def _stated_output(types: Types, op: Op) -> tuple[TensorType, Types]:
 
 OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
 OPS["repeat"] = OpDef(
-    None, _repeat, opaque, lambda np, *arrays, run, **_: run(*arrays), (DEPTH, EACH, CARRIED, RETURNED, BACKWARD), stated=_stated_by_repeat
+    None,
+    _repeat,
+    opaque,
+    lambda np, *arrays, run, **_: run(*arrays),
+    (DEPTH, EACH, LAGGED, CARRIED, RETURNED, BACKWARD),
+    stated=_stated_by_repeat,
 )
 OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
 OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated_output, whole="made")

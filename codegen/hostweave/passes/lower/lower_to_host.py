@@ -27,7 +27,7 @@ from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, expr_of
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
-from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CARRIED, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CARRIED, CONTRACTED, INDEX, LAGGED, ORDER, SOURCES, VALUE
 from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.resharding import step_of
@@ -76,8 +76,8 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = op[CARRIED] if op.kind == "repeat" else ()  # in buffers of its own
-                numbered = enumerate(zip(op.callee.inputs, op.operands, strict=True))
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in buffers of its own
+                numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
     return found

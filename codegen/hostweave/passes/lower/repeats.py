@@ -22,7 +22,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.communication.steps import Dataflow, expr_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops.attributes import BACKWARD, DEPTH, EACH, INDEX
-from hostweave.fusion_ir.ops.calls import carried_by
+from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var
@@ -68,11 +68,14 @@ class Repeats:
         at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
         with b.looped() as body:
             sources = {number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH]}
+            for number, first in lagged_by(op).items():
+                before = b.select(given[number], 0, (at + (expr_of(depth) - 1)) % expr_of(depth), f"{given[number]}_before")
+                sources[number] = b.choose(at.equals(0), given[first], before, f"{given[number]}_or_first")
             for operand, result in pairs.items():
                 sources[operand], targets[result] = self.turn(op, carried[operand], index)
             places = {number: b.select(buffer, 0, at, f"{buffer}_{index.name}") for number, buffer in whole.items()}
             targets |= places | apart
-            operands = tuple(sources.get(number, buffer) for number, buffer in enumerate(given))
+            operands = tuple(sources.get(number, buffer) for number, buffer in enumerate(given[: len(function.inputs)]))
             b.emit(ir.Call(function.name, operands, tuple(targets[number] for number in range(results))))
             for number, buffer in apart.items():
                 b.emit(ir.Copy(buffer, places[number]))
@@ -134,13 +137,14 @@ class Repeats:
         """The buffer that a call takes, and the one that it gives to the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         if carried.keeps == "given":
-            at, way = (expr_of(op[DEPTH]) - 1 - index, 1) if op[BACKWARD] else (index, -1)
-            before = b.select(first, 0, (at + way + expr_of(op[DEPTH])) % expr_of(op[DEPTH]), f"{name}_before")
+            count = expr_of(op[DEPTH])
+            at, way = (count - 1 - index, Const(1)) if op[BACKWARD] else (index, count - 1)
+            before = b.select(first, 0, (at + way) % count, f"{name}_before")
             given = b.select(first, 0, at, f"{name}_given")
             return b.choose(index.equals(0), carried.source, before, f"{name}_taken"), given
         if carried.keeps:
-            step, way = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
-            return b.select(first, 0, step, f"{name}_taken"), b.select(first, 0, step + way, f"{name}_given")
+            step, further = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
+            return b.select(first, 0, step, f"{name}_taken"), b.select(first, 0, step + further, f"{name}_given")
         if not others:
             return first, first
         is_even, (second,) = (index % 2).equals(0), others
