@@ -28,6 +28,11 @@ def lowered(function: Callable[..., Any], spec: Any, **sizes: int) -> HostProgra
     return lower(hw.fusion(x=spec)(function), Options(sizes=sizes))
 
 
+def test_the_size_of_a_shard_is_known_at_run_time() -> None:
+    function = hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4096])(lambda x: hw.sum(x))
+    assert "if local(M, x) <= 4 {" in str(lower(function, Options(sizes={"M": 40000})))
+
+
 def test_a_condition_chooses() -> None:
     assert BODY in str(lowered(lambda x: hw.sum(x * x), hw.f32["M", 4096]))
 

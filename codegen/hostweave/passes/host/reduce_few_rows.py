@@ -37,7 +37,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
         launch, kernel, elements = found
-        if {*elements.symbols} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
+        if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
             continue
         name = unique_name(f"{links.launches[first].kernel}_of_few_rows", kernels)
         kernels[name] = replace(kernel, name=name)
