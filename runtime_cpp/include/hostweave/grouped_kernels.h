@@ -2,7 +2,6 @@
 // finds its group by a scan over the groups.
 #pragma once
 #include "hostweave/grouped_problem.h"
-#include "hostweave/index.h"
 #include "hostweave/kernel.h"
 
 namespace hw {
@@ -10,6 +9,9 @@ namespace hw {
 constexpr int kGroupedThreads = 256;
 
 #ifdef __CUDACC__
+
+// i, at least 0 and at most `most`.
+__device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : i < most ? i : most; }
 
 // Rows of a group, within those that the rank has.
 struct GroupRows {
@@ -19,7 +21,7 @@ struct GroupRows {
 };
 
 __device__ inline GroupRows rows_of(const GroupedProblem& p, int64_t group) {
-  return {clamped(p.starts[group] - p.first, 0, p.rows), clamped(p.ends[group] - p.first, 0, p.rows)};
+  return {limited(p.starts[group] - p.first, p.rows), limited(p.ends[group] - p.first, p.rows)};
 }
 
 // Finds the tile of a group that a tile number means. Numbers increase, and all threads of a warp ask together.
@@ -115,7 +117,7 @@ struct SharedTile {
     for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
       const int row = i / kChunks, place = i % kChunks;
       const int64_t left = row < rows ? columns - place * 8 : 0;
-      const int count = static_cast<int>(clamped(left, 0, 8));
+      const int count = static_cast<int>(limited(left, 8));
       const T* const source = count > 0 ? from + row * pitch + place * 8 : from;
       T* const to = chunk(row, place);
       if (wide) {
