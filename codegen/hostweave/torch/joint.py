@@ -96,18 +96,45 @@ class Joint:
 
         `scale` names an argument by which the loss is multiplied for the gradients.
         """
-        origins = self._origins(self.whole)
+        whole = self._joined()
+        origins = self._origins(whole)
         for node in origins:
             if node.name.startswith("tangents_"):
                 of = node.meta["val"]
                 one = Origin("constant", node.name, torch.ones(of.shape, dtype=of.dtype, device=of.device))
                 origins[node] = Origin("argument", scale) if scale else one
-        graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
+        graph = Graph(whole.graph, origins, self._layouts(), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)
         graph.results = [*self._of_results, *of_gradients]
         graph.labels = [*("" for _ in self._of_results), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
         return graph
+
+    def _joined(self) -> GraphModule:
+        """The forward graph and then the backward graph, which computes again what the partitioner has not saved."""
+        graph, root = torch.fx.Graph(), torch.nn.Module()
+        values: dict[str, Node] = {}
+        for node in self.whole.graph.nodes:
+            if node.op == "placeholder":
+                values[node.name] = graph.node_copy(node)
+        returned: list[Any] = []
+        for part in (self.forward, self.backward):
+            own: dict[Node, Node] = {}
+            for node in part.graph.nodes:
+                if node.op == "placeholder":
+                    own[node] = values[node.name]
+                elif node.op == "output":
+                    outputs = node.args[0] if part is self.backward else node.args[0][: len(self.results)]
+                    returned += [own[one] if isinstance(one, Node) else one for one in outputs]
+                else:
+                    own[node] = graph.node_copy(node, own.__getitem__)
+                    if node.op == "get_attr":
+                        setattr(root, node.target, getattr(part, node.target))
+                    if part is self.backward and "nn_module_stack" in node.meta:  # what is computed again belongs to the derivative
+                        own[node].meta["fwd_nn_module_stack"] = own[node].meta.pop("nn_module_stack")
+            values.update((node.name, copy) for node, copy in own.items())
+        graph.output(tuple(returned))
+        return GraphModule(root, graph)
 
     @property
     def _of_results(self) -> list[Axes | None]:

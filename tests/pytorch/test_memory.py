@@ -1,0 +1,43 @@
+"""Memory of a whole step of training, by the plans of the programs' arenas."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from small_models import training_model  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.cli.memory_plan import memory_plan  # noqa: E402
+from hostweave.host_ir.ir import Parameter  # noqa: E402
+
+
+def peak(program: hw.Program) -> int:
+    """Bytes of the arena, but for the workspace of matmuls, which each program has."""
+    plan = memory_plan(program.host, {})
+    return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
+
+
+def size(parameters: list[Parameter]) -> int:
+    return sum(prod(map(int, one.type.shape)) * one.type.dtype.itemsize for one in parameters)
+
+
+@pytest.mark.slow  # three programs of a model
+def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state() -> None:
+    """A layer saves no more in a step than in a forward pass: the derivative computes the rest again."""
+    module, inputs, plan = training_model("llama", 1)
+    mesh = hw.Mesh(tp=1)
+    step = hostweave.torch.compile(module, mesh, plan, inputs, optimizer=torch.optim.AdamW(module.parameters()))
+    apart = hostweave.torch.compile(copy.deepcopy(module), mesh, plan, inputs, training=True)
+    saved = size([one for one in apart.program.host.outputs[2:] if not one.memory])
+    gradients = size(list(apart.backward.host.outputs))
+    of_both = max(peak(apart.program) + saved, peak(apart.backward) + saved + gradients)
+    assert saved > 0
+    assert all(one.memory for one in step.program.host.outputs[2:])  # parameters and state are updated in place
+    assert peak(step.program) <= 1.02 * of_both
