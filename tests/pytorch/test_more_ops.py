@@ -327,3 +327,20 @@ def test_gradients_of_sampled_images() -> None:
     for call in (hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (image, places), training=True), module):
         found.append(torch.autograd.grad(call(image, places).square().sum(), (image, places)))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.extra
+def test_repeats_by_a_size_of_the_call() -> None:
+    """As Bloom repeats its slopes for each sequence."""
+
+    class Repeated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.unsqueeze(1) + torch.arange(6.0).view(2, 3).repeat(x.shape[0], 1).view(x.shape[0], 2, 3)
+
+    module = Repeated()
+    sizes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (torch.randn(4, 3),), dynamic_shapes=sizes)
+    with torch.no_grad():
+        for rows in (2, 5, 9):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(model(x), module(x))

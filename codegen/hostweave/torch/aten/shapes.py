@@ -145,7 +145,12 @@ def _unbind(result: Result, x: hw.Tensor, dim: int = 0) -> tuple[hw.Tensor, ...]
 def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
     x = hw.reshape(x, *(1 for _ in range(len(repeats) - x.ndim)), *x.shape) if len(repeats) > x.ndim else x
     for dim, count in enumerate(repeats):
-        x = x if count == 1 else hw.concat([x] * count, dim)
+        if isinstance(count, int):
+            x = x if count == 1 else hw.concat([x] * count, dim)
+        else:  # known only at a call
+            before, behind = x.shape[:dim], x.shape[dim + 1 :]
+            wide = hw.broadcast_to(hw.expand_dims(x, dim), *before, count, *x.shape[dim:])
+            x = hw.reshape(wide, *before, result.shape[dim], *behind)
     return x
 
 
