@@ -331,10 +331,11 @@ def test_gradients_of_sampled_images() -> None:
 
 @pytest.mark.extra
 def test_repeats_by_a_size_of_the_call() -> None:
-    """As Bloom repeats its slopes for each sequence."""
+    """As Bloom repeats its slopes for each sequence; and memory of such a size, which experts allocate."""
 
     class Repeated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.where(x > 1e30, torch.empty_permuted((x.shape[0], 3), (1, 0)), x)
             return x.unsqueeze(1) + torch.arange(6.0).view(2, 3).repeat(x.shape[0], 1).view(x.shape[0], 2, 3)
 
     module = Repeated()

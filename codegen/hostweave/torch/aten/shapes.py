@@ -15,7 +15,8 @@ TABLE |= {
         lambda result, *arguments, **_: full(result, arguments[-1]),
     ),
     **dict.fromkeys(
-        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default"), lambda result, *_, **__: full(result, 0)
+        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default", "empty.memory_format", "empty_permuted.default"),
+        lambda result, *_, **__: full(result, 0),
     ),
     **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda result, *_, **__: full(result, 1)),
 }
