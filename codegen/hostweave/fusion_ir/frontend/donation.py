@@ -47,6 +47,9 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
 def _candidates(
     here: str, trace: _Trace, given: Tensor, name: str, outputs: list[Tensor], donate: Donated, location: Location
 ) -> list[int]:
+    stated = donate[name] if isinstance(donate, Mapping) else None
+    if isinstance(stated, int) and 0 <= stated < len(outputs) and _takes(outputs[stated], given):
+        return [stated]
     alike = [number for number, output in enumerate(outputs) if _takes(output, given)]
     if isinstance(donate, Mapping):
         wanted = donate[name]

@@ -114,7 +114,8 @@ class _Repeats:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                ends = sorted({most, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
+                # A model may return what all layers but the last one carry.
+                ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run:
                     self.runs.append(run)
