@@ -264,7 +264,7 @@ class Subject:
     @cached_property
     def elsewhere(self) -> list[Wanted]:
         """Results at larger sizes and with more seeds, for comparison in f64 only."""
-        larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()}
+        larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
         return [*self.wanted, Wanted(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:

@@ -117,8 +117,8 @@ class Generator:
     def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
         """Arrays of small integers, whose sums and products are exact."""
         random = np.random.default_rng(seed)
-        shapes = {v.name: [e.bind(self.sizes) for e in v.type.shape] for v in fusion.inputs}
-        return {v.name: random.integers(-2, 3, shapes[v.name]).astype(numpy_dtype(v.type.dtype)) for v in fusion.inputs}
+        shapes = {v.name: [e.bind(self.sizes) for e in v.type.shape] for v in fusion.arguments}
+        return {v.name: random.integers(-2, 3, shapes[v.name]).astype(numpy_dtype(v.type.dtype)) for v in fusion.arguments}
 
 
 def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
@@ -579,7 +579,7 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
     """Checks that every rank has its block of NumPy's results of the fusion without user kernels, and nothing of other ranks' values."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
-    for parameter, want in zip(host.outputs, wanted, strict=True):
+    for parameter, want in zip(host.results, wanted, strict=True):
         for rank, results in enumerate(ranks):
             if not holds(parameter.type, host.mesh, rank):
                 assert results.get(parameter.name) is None

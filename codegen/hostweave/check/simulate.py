@@ -136,7 +136,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
             steps = dict(run.steps)
             for stream, last in run.kept.items():
                 then = dict(last.steps)
-                if any(index in then and (stream[0] != pool or then[index] != steps[index]) for index in loops[stream[0] == pool]):
+                if any(index in then and then[index] != steps[index] for index in loops[stream[0] == pool]):
                     freed.append(last)
         run.issue(Operation(i, run.rank, run.stream, run.steps, (claim,), frees=tuple(freed)))
 

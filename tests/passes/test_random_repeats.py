@@ -1,0 +1,99 @@
+"""Random programs whose calls repeat, as layers of a model do, over groups of parameters.
+
+A block of random ops carries one or two values from call to call. Calls differ in their weights, which may be donated, sharded in another
+way, or be used twice. Some calls return other results, and some values between calls are returned or used again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from random_fusions import IGNORED, Donating, computes, parts
+
+import hostweave as hw
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.options import Options
+from hostweave.types.tensor import TensorType
+
+TRANSPORTS = ("auto", "two_sided", "peer", "one_sided")
+
+
+class Repeats(Donating):
+    """Programs with rows of calls."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.has_zigzag = False
+        self.calls = self.random.randint(2, 6)
+
+    def weight(self, shape: tuple[Any, ...]) -> TensorType:
+        return self.dtype[self.sharded(shape)]
+
+    def fusion(self) -> Fusion:
+        g = self
+        shape = tuple(g.random.sample("MNK", g.random.randint(1, 3)))
+        of_weight = g.random.choice([shape, shape[-1:], (shape[0], *(1 for _ in shape[1:]))])
+        carried, inside = g.dtype[g.sharded(shape)], g.dtype[g.sharded(shape)]
+        blocks, has_more, has_cache = g.random.choice([1, 1, 1, 2]), g.random.random() < 0.5, g.random.random() < 0.5
+        cache = g.dtype[g.sharded(shape)]
+        weights = {f"w_{i}": g.weight(of_weight) if g.random.random() < 0.2 else None for i in range(g.calls)}
+        usual = g.weight(of_weight)
+        inputs: dict[str, TensorType] = {"x": carried, **{name: given or usual for name, given in weights.items()}}
+        inputs |= {f"c_{i}": cache for i in range(g.calls)} if has_cache else {}
+        is_donated = has_cache and g.random.random() < 0.7
+        made: list[Any] = []
+        for number in range(blocks):
+
+            def layer(x: hw.Tensor, w: hw.Tensor, *c: hw.Tensor) -> tuple[hw.Tensor, ...]:
+                y = g.body([x, x * 1 + w], 3, g.ops)[-1]
+                moved = y if (y.shape, y.dtype) == (x.shape, x.dtype) else x * w - w
+                updated = [-each + moved for each in c]
+                more = [hw.sum(moved * 2, 0)] if has_more else []
+                return (moved + 1, *updated, *more)
+
+            if has_cache:
+
+                def with_cache(x: hw.Tensor, w: hw.Tensor, c: hw.Tensor, layer: Any = layer) -> tuple[hw.Tensor, ...]:
+                    return layer(x, w, c)  # type: ignore[no-any-return]
+
+                with_cache.__name__ = f"layer{number}"
+                donate = {"c": 1} if is_donated else {}
+                made.append(hw.block(donate=donate, x=inside, w=g.weight(of_weight), c=cache)(with_cache))
+            else:
+
+                def without(x: hw.Tensor, w: hw.Tensor, layer: Any = layer) -> tuple[hw.Tensor, ...]:
+                    return layer(x, w)  # type: ignore[no-any-return]
+
+                without.__name__ = f"layer{number}"
+                made.append(hw.block(x=inside, w=g.weight(of_weight))(without))
+        order = [i % blocks if g.random.random() < 0.9 else 0 for i in range(g.calls)]
+        of_call = [i if g.random.random() < 0.9 else g.random.randrange(g.calls) for i in range(g.calls)]
+        kept, backward = [g.random.random() < 0.2 for _ in order], g.random.random() < 0.3
+
+        def repeated(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            x, results, updated = given["x"], list[hw.Tensor](), list[hw.Tensor]()
+            for i, (block, weight) in enumerate(zip(order, of_call, strict=True)):
+                at = g.calls - 1 - weight if backward else weight
+                cached = [given[f"c_{i}"]] if has_cache else []
+                returned = made[block](x, given[f"w_{at}"], *cached)
+                returned = returned if isinstance(returned, tuple) else (returned,)
+                if kept[i]:
+                    results.append(returned[0] - x if i % 2 else returned[-1])
+                x = returned[0]
+                updated += returned[1 : 1 + len(cached)]
+            return (*updated, *results, x * 2)
+
+        donate = {f"c_{i}": i for i in range(g.calls)} if is_donated and g.random.random() < 0.7 else {}
+        return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
+
+
+def is_right(seed: int) -> bool:
+    generator = Repeats(seed)
+    return computes(generator, generator.fusion(), seed, Options(transport=TRANSPORTS[seed % len(TRANSPORTS)]))
+
+
+@pytest.mark.parametrize("seeds", parts(60, 10000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_random_repeats(seeds: range) -> None:
+    assert sum(map(is_right, seeds)) > 0.4 * len(seeds)
