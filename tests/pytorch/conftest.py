@@ -42,8 +42,8 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
 
     host = part.program.host
     given = {name: tensor.detach().numpy() for name, tensor in {**part.tensors, **part.graph.bound, **arrays}.items()}
-    ranks, made = interpret(host, {one.name: given[one.name] for one in host.inputs}), []
-    for output in host.outputs:
+    ranks, made = interpret(host, {one.name: given[one.name] for one in host.arguments}), []
+    for output in host.results:
         shape = global_shape(output.type, {})
         whole = np.empty(shape, ranks[0][output.name].dtype)
         for rank, outputs in enumerate(ranks):

@@ -35,9 +35,9 @@ def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state() -> None
     mesh = hw.Mesh(tp=1)
     step = hostweave.torch.compile(module, mesh, plan, inputs, optimizer=torch.optim.AdamW(module.parameters()))
     apart = hostweave.torch.compile(copy.deepcopy(module), mesh, plan, inputs, training=True)
-    saved = size([one for one in apart.program.host.outputs[2:] if not one.memory])
-    gradients = size(list(apart.backward.host.outputs))
+    saved = size([one for one in apart.program.host.results[2:] if not one.memory])
+    gradients = size(list(apart.backward.host.results))
     of_both = max(peak(apart.program) + saved, peak(apart.backward) + saved + gradients)
     assert saved > 0
-    assert all(one.memory for one in step.program.host.outputs[2:])  # parameters and state are updated in place
+    assert all(one.memory for one in step.program.host.results[2:])  # parameters and state are updated in place
     assert peak(step.program) <= 1.02 * of_both
