@@ -7,8 +7,6 @@ namespace {
 
 constexpr int64_t kWide = 16;  // bytes of a read
 
-size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }
-
 // Distance of two elements of a row. A row of one element has none.
 int64_t step(const Strided& x, int dim) { return x.shape[dim] <= 1 ? 1 : x.strides[dim]; }
 

@@ -14,8 +14,6 @@
 namespace hw {
 namespace {
 
-size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }
-
 struct Call {
   GroupedTypes types;
   GroupedProblem problem;

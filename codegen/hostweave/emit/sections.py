@@ -58,7 +58,7 @@ class Section:
         """Stores results at the end of the section. No load follows the first store, because a result may lie over an input."""
         values = [(name, self.stored(self.kernel.made[name])) for name in results]
         if len(values) > 1 and not self.is_wide:
-            values = [(name, text if isinstance(text, Word) else self.read(name, text)) for name, text in values]
+            values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
             if self.is_wide and place in self.kernel.ir.packed:
@@ -116,6 +116,10 @@ class Section:
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED:
             yield from (o for o in op.tensors if not self.outer or o not in self.kernel.ir.outside)
+
+    def is_local(self, result: str) -> bool:
+        """True if a local variable holds the result, because other ops of the kernel use it."""
+        return bool(self.kernel.uses[result]) and isinstance(self.value(result), Word)
 
     def read(self, result: str, text: str) -> str:
         """Declares a local variable with an element that is to be stored."""

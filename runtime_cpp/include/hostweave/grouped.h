@@ -13,6 +13,8 @@ struct GroupedTypes {
   cudaDataType_t operands, result;  // f32 results of 16-bit operands are sums that are not rounded
 };
 
+inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }
+
 // Loads the kernels of a problem.
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
