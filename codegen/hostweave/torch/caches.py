@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -127,7 +128,8 @@ def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Non
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # Modules take the path that torch.export sees: experts, for example, have ops that fake tensors support.
+    with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     for number, args, kwargs in asked:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
