@@ -20,7 +20,7 @@ from hostweave.host_ir.ir import Parameter  # noqa: E402
 
 def peak(program: hw.Program) -> int:
     """Bytes of the arena, but for the workspace of matmuls, which each program has."""
-    plan = memory_plan(program.host, {})
+    plan = memory_plan(program.host, program.host.depths())
     return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
 
 
