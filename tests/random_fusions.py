@@ -335,10 +335,11 @@ OPS: tuple[MakeOp, ...] = (
 
 def in_groups(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     """Grouped matmul of rows in groups that are even, skewed, empty, or shorter than all rows together; or the gradient of its matrices."""
-    known = [value for value in values if value.ndim == 2 and all(isinstance(size, int) or size in g.sizes for size in value.shape)]
-    if t.dtype != hw.f64 or not known:
+    known = [value for value in values if value.ndim > 1 and all(isinstance(size, int) or size in g.sizes for size in value.shape[-2:])]
+    if not known:
         return _with_number(g, values, t)
-    t = g.random.choice(known)
+    t = hw.astype(g.random.choice(known), hw.f64)
+    t = hw.sum(t, tuple(range(t.ndim - 2))) if t.ndim > 2 else t
     experts, row = g.random.choice([1, 2, 3, 5]), hw.iota(t, 0)
     ids = g.random.choice([row % experts, row * 0 + experts - 1, hw.minimum(row, experts - 1), row % (experts + 1), row + experts - 2])
     ends = hw.astype(hw.cumsum(hw.bincount(ids, experts), 0), hw.i32)
