@@ -99,7 +99,7 @@ def _take_turns(ranks: list[Turns]) -> None:
             else:
                 waiting[rank] = at
         if ranks and waiting == before:
-            raise ExecutionError("deadlock: no rank can go on:\n" + "\n".join(f"  {operation}" for operation in waiting.values()))
+            raise ExecutionError("deadlock: no rank can proceed:\n" + "\n".join(f"  {operation}" for operation in waiting.values()))
 
 
 @dataclass(frozen=True)

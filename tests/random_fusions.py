@@ -545,7 +545,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
-            if re.search(r"zigzag|is no int|expected a size, found '-'", str(error)):  # pieces of a shard, M/2, or N - 1 if N is 0
+            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # pieces of a shard, M/2, or N - 1 if N is 0
                 return False
             raise
         if made is None:
@@ -570,7 +570,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that it divides" in str(error):  # none exist, such as N and N - 1 both even
+        if "choose sizes that are multiples of it" in str(error):  # none exist, such as N and N - 1 both even
             return None
         raise
     return host

@@ -96,7 +96,7 @@ class Program:
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
-        raise ProgramError(f"{self.name}: a program belongs to its process; pickle the fusion, and compile that there: it is in the cache")
+        raise ProgramError(f"{self.name}: a compiled program cannot be pickled; pickle the fusion, and compile it there from the cache")
 
     @property
     def target(self) -> Target:
@@ -170,7 +170,7 @@ class Program:
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
         if not isinstance(self.compiled.given, Fusion):
-            raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
+            raise ProgramError(f"{self.name}: was compiled from host IR, so there are no choices to explain; see host_ir")
         stages: list[Fusion] = []
         lower(self.compiled.given, self.compiled.options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
         return explained(stages[-1], self.host, self.compiled.options)
@@ -415,7 +415,7 @@ class Program:
             export(self.host, Path(folder), *reference_of(self.compiled.given, self.compiled.options))
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
-            raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
+            raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""

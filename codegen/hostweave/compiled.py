@@ -168,14 +168,14 @@ class Compiled:
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
         """Raises ArgumentError for sizes from the user that no call of the program can have."""
         if not isinstance(sizes, Mapping):
-            raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
+            raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is not a dict of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.given_sizes()):
             named, known = ", ".join(sorted(map(str, unknown))), ", ".join(self.host.given_sizes()) or "none"
             raise ArgumentError(f"{self.host.name}: {what}: no size named {named}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
         if large := [f"{name}={size}" for name, size in sizes.items() if size > MOST_ELEMENTS_OF_A_SIZE]:
-            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: no memory has so many elements; give the size of a call")
+            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: too large for any memory; pass the size of a call")
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
@@ -193,7 +193,7 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
     known = [choice.name for choice in host.choices]
     if unknown := [name for name in options.ways if name not in known]:
         why = f"there is nothing to choose for {unknown[0]}"
-        raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
+        raise ProgramError(f"{host.name}: Options: ways: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
         raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
     made.target.expect_kernels(host.user_kernels)

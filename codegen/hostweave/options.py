@@ -104,13 +104,13 @@ class Options:
         if self.transport not in TRANSPORTS:
             raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
         if not isinstance(self.machine, Machine | None):
-            raise ProgramError(f"Options: machine={self.machine!r} is no hw.Machine; leave it out, or use Machine.from_json")
+            raise ProgramError(f"Options: machine={self.machine!r} is not an hw.Machine; leave it out, or use Machine.from_json")
         for name in ("check", "tf32", "tune", "verify_calls"):
             if (value := getattr(self, name)) not in (True, False) and (name, value) != ("check", None):
                 raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
         for name in ("sizes", "ways"):
             if not isinstance(value := getattr(self, name), Mapping) or not all(isinstance(key, str) for key in value):
-                raise ProgramError(f"Options: {name}={value!r} is no mapping of names; write {name}={{...}}")
+                raise ProgramError(f"Options: {name}={value!r} is not a dict of names; write {name}={{...}}")
         for name, size in self.sizes.items():
             if not isinstance(size, Integral) or size < 1:
                 raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or leave it out")
@@ -119,8 +119,6 @@ class Options:
         if self.graph not in (None, "auto"):
             raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
         if not isinstance(self.windows, tuple) or not all(isinstance(name, str) for name in self.windows):
-            raise ProgramError(f'Options: windows={self.windows!r} is no tuple of names; write windows=("x",)')
+            raise ProgramError(f'Options: windows={self.windows!r} is not a tuple of names; write windows=("x",)')
         if self.partial_dtype not in (None, f32):
-            raise ProgramError(
-                f"Options: partial_dtype={self.partial_dtype!r} is neither f32 nor None, and no other dtype is wider; use hw.f32"
-            )
+            raise ProgramError(f"Options: partial_dtype={self.partial_dtype!r} is neither f32 nor None; use hw.f32")

@@ -195,7 +195,7 @@ class Running:
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         if not isinstance(group, Group):
-            raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
+            raise ArgumentError(f"{self.name}: group={group!r} is not a group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self.variants.on(figures)._local(group, bound, arrays, stream)
@@ -264,7 +264,7 @@ class Running:
         self, what: str, held: Bound | None, given: Given, warmups: int, repetitions: int, marks: bool = False
     ) -> tuple[Compiled, list[list[Timing]]]:
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
-            raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
+            raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: they must be at least 0 and 1")
 
         def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
             with_marks = one.variants.marked() if marks else one

@@ -220,7 +220,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
   for (Heads* x : operands) {
     if ((x->batch - 1) * x->batch_stride + x->rows * x->row_stride > INT32_MAX) {
-      throw ExecutionError("attention: of packed sequences an operand reaches over more than 2^31 elements: shard its heads");
+      throw ExecutionError("attention: an operand of packed sequences spans more than 2^31 elements: shard its heads");
     }
     x->batch *= p.sequences;
   }
@@ -251,7 +251,7 @@ struct OnCuda : PlannedAttention {
 
   void add_kernels(const AttentionOptions& options) {
     if (!options.kernels) {
-      throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
+      throw ExecutionError("attention: cuDNN does not support these sizes: add `kernels` to the instruction");
     }
     kernels = options.kernels;
     HW_CHECK(load_attention(*kernels));

@@ -7,7 +7,7 @@ namespace hw {
 namespace {
 
 [[noreturn]] void fail_without_nvcc() {
-  throw ExecutionError("attention: of such operands it is a kernel, which was left out as there was no nvcc: build with nvcc");
+  throw ExecutionError("attention: the kernel for these operands was not built, because nvcc was missing: build with nvcc");
 }
 
 // One block per tile of rows of every head.

@@ -42,7 +42,7 @@ void multiply(const Call& call) {
     const int64_t start = p.starts[e], end = p.ends[e];
     if (start < end && start < last) {
       throw std::out_of_range("groups overlap: one begins at row " + std::to_string(start) + ", and the one before ends at row " +
-                              std::to_string(last) + "; offsets do not decrease");
+                              std::to_string(last) + "; offsets must not decrease");
     }
     last = std::max(last, end);
     const int64_t begin = clamped(start - p.first, 0, p.rows), stop = clamped(end - p.first, 0, p.rows);
@@ -98,7 +98,7 @@ cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& prob
 namespace hw {
 
 void load_grouped(const GroupedTypes&, const GroupedProblem&) {
-  throw ExecutionError("grouped matmul: it is a kernel, which was left out because there was no nvcc: build with nvcc");
+  throw ExecutionError("grouped matmul: its kernel was not built, because nvcc was missing: build with nvcc");
 }
 cudaError_t launch_grouped(const GroupedTypes&, const GroupedProblem&, cudaStream_t) { return cudaErrorNotSupported; }
 

@@ -109,7 +109,7 @@ struct WindowArena::Windows {
     if (total > memory_.bytes) {
       for (const Channel* channel : channels_) {
         if (channel->size() && channel->peers() && !by_peers())
-          throw ExecutionError("a program has channels of the transports one_sided and peer; compile it for one of them");
+          throw ExecutionError("a program cannot combine the transports one_sided and peer; compile it for one of them");
         if (const std::string why = why_out_of_reach(*channel); !why.empty())
           throw ExecutionError("peers cannot write to this rank's memory: " + why + "; compile with transport=\"two_sided\"");
       }
@@ -186,7 +186,7 @@ void register_window(const Channel& channel, void* data, size_t bytes, Registere
   }
   HW_CHECK(ncclCommWindowRegister(channel.comm(), data, bytes, &made.window, NCCL_WIN_COLL_SYMMETRIC));
   if (!made.window) {
-    throw ExecutionError("NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
+    throw ExecutionError("NCCL cannot register windows (NCCL_DEBUG=INFO shows the reason); compile with transport=\"two_sided\"");
   }
   made.peers.assign(channel.size(), static_cast<char*>(data));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
@@ -251,7 +251,7 @@ std::string why_no_windows(const Channel& channel) {
 size_t WindowArena::offset(const void* place) const {
   const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
   if (offset > windows_->memory_.bytes)
-    throw ExecutionError("a peer cannot reach memory that lies in no window: allocate it there");
+    throw ExecutionError("peers cannot reach memory outside of windows: use allocate_window");
   return offset;
 }
 

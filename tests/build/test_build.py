@@ -194,7 +194,7 @@ def test_without_the_parts_of_the_installation(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(BuildError) as error:
         hw.compile(doubled).build()
     missing = tmp_path / "libhostweave_cpu.so"
-    assert str(error.value) == f"{missing} is not there: hostweave is used from a source tree that is not built; pip install ."
+    assert str(error.value) == f"{missing} is not there: the source tree is not built; pip install ."
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +520,7 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
         hw.compile(doubled).build()
     hanging.expect_gone()
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
-    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is no number of seconds above 0; write one as 1800"):
+    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write one as 1800"):
         hw.compile(doubled).build()
 
 

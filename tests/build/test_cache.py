@@ -343,7 +343,7 @@ def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["much", "-1", "1 EB", "1e9", "٣"])
 def test_a_limit_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
-    with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is no size; write one as 500 MB or 10 GB$"):
+    with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is not a size; write a size such as 500 MB or 10 GB$"):
         cache.limit()
 
 

@@ -76,17 +76,17 @@ RULES = {
     "an input without a join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
         "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
-        "nothing orders the caller's stream after it; add join ring behind it",
+        "the caller's stream is not ordered after it; add join ring after it",
     ),
     "an output without a join": (
         "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
         "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
-        "nothing orders the caller's stream after it; add join ring behind it",
+        "the caller's stream is not ordered after it; add join ring after it",
     ),
     "an allocation without a join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
         "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
-        "nothing orders the caller's stream after it; add join ring behind it",
+        "the caller's stream is not ordered after it; add join ring after it",
     ),
     # --- one operation
     "a group that sends what it receives": (
@@ -135,13 +135,13 @@ RULES = {
     ),
     "memory that nothing wrote": (
         "%b = allocate f32[2, N]\ncopy %b -> %y",
-        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
-        "write them first, or drop the read",
+        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
+        "write them first, or remove the read",
     ),
     "memory that the iteration before wrote": (
         "for %i in 0..2 {\n%b = allocate f32[2, N]\nif %i == 0 {\ncopy %x -> %b\n}\ncopy %b -> %y\n}",
-        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
-        "write them first, or drop the read",
+        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
+        "write them first, or remove the read",
     ),
     "an output written in part": (
         "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
@@ -211,8 +211,8 @@ RULES = {
     ),
     "a result that only the root has": (
         "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",
-        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
-        "write them first, or drop the read",
+        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before bytes 0 to 32 of %b is written: "
+        "write them first, or remove the read",
     ),
     # --- deadlocks
     "a wait before its record": (
@@ -407,7 +407,7 @@ def test_a_matmul_adds_in_place() -> None:
     """The result may lie over the accumulated operand, but not over a factor."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
-    with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before anything wrote bytes 0 to 64 of %y"):
+    with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y is written"):
         check(host_text.parse(head.replace("copy %x -> %y\n", "") + "matmul %x, %x accumulate %y -> %y\n}\n"))
     for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
         with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it memory of its own"):
@@ -433,7 +433,7 @@ def test_given_sizes(times: int) -> None:
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(ProgramError) as caught:
         check(program("ag_matmul_flat"), {"M": 6, "K": 1, "N": 1})
-    assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that it divides"
+    assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that are multiples of it"
 
 
 def test_sizes_that_are_missing() -> None:
@@ -446,4 +446,4 @@ def test_extents_that_are_whole_at_no_size() -> None:
     halves = "%a = chunk %x[0: 0 of 2]\n%s = slice %x[0: (M - 1) from 1]\n%b = chunk %s[0: 0 of 2]\ncopy %x -> %y"
     with pytest.raises(ProgramError) as caught:
         check(host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
-    assert str(caught.value) == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that it divides"
+    assert str(caught.value) == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that are multiples of it"

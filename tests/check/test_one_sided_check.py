@@ -66,9 +66,9 @@ def test_an_exchange() -> None:
 VERIFIED = {
     "no window": (
         EXCHANGE.replace("allocate_window", "allocate"),
-        "%w lies in no window, so that a peer cannot reach it: write allocate_window",
+        "%w is not in a window, so peers cannot reach it: use allocate_window",
     ),
-    "number": (EXCHANGE.replace("signal 0 on", "signal 64 on"), "signal 64: the greatest number of a signal is 63"),
+    "number": (EXCHANGE.replace("signal 0 on", "signal 64 on"), "signal 64: the largest signal number is 63"),
     "count": (
         EXCHANGE.replace("f32[M/2, 4]", "f32[M, 4]"),
         "%w must hold 1 x %x: it has 4*M elements, not 2*M",
@@ -106,11 +106,11 @@ fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
 def test_all_ranks_have_a_window() -> None:
     other = "  on mesh(x=1 of ranks 1) {\n    %z = allocate f32[4, 4]\n    fill %z with 0.0\n  }\n"
     check(parsed(other + EXCHANGE))
-    assert "others are allocated than on other ranks, so that a window has no one place: allocate it on all ranks" in fault(
+    assert "the window would have another offset than on other ranks: allocate it on all ranks" in fault(
         other.replace("allocate", "allocate_window") + EXCHANGE
     )
     uneven = EXCHANGE.replace("M/2", "local(M, x)")
-    assert "%w may have other sizes on other ranks, so that a window has no one place: use sizes that divide" in fault(
+    assert "%w may have other sizes on other ranks, so the window's offset would differ: use sizes that divide" in fault(
         uneven, HEAD + "uneven(M) "
     )
 
@@ -118,7 +118,7 @@ def test_all_ranks_have_a_window() -> None:
 CHECKED = {
     "itself": (
         EXCHANGE.replace(f"put %x -> %w at {PEER}", "put %x -> %w at rank.x"),
-        "rank.x = 0 is this rank itself: stand it under a condition",
+        "rank.x = 0 is this rank itself: put it under a condition",
     ),
     "no credit": (
         "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),
@@ -131,11 +131,11 @@ CHECKED = {
     ),
     "two streams": (
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
-        "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
+        "may be at the same time, and signals are counted; add record/wait or put both on one stream",
     ),
     "a wait beside its own signal": (  # in a graph, both ranks may start with the wait
         on_two_streams(given(0), awaited(0)),
-        "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
+        "may be at the same time, and signals are counted; add record/wait or put both on one stream",
     ),
     "two signals before a wait": (
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(

@@ -187,7 +187,7 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
     ("sizes", "message"),
     [
         ("K", "--sizes K: K: write NAME=NUMBER, with commas between several"),
-        ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: no memory has so many elements; give the size of a call"),
+        ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: too large for any memory; pass the size of a call"),
         ("m=1,K=x", "--sizes m=1,K=x: K=x: write NAME=NUMBER, with commas between several"),
         ("M=8", "ag_matmul_p2p: Options: sizes: no size named M; the sizes of the program: m, K, N"),
     ],
@@ -198,7 +198,7 @@ def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: st
 
 def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
     message = mistake_of(capsys, "inspect", f"{SEEDS}:ag_matmul_flat", *AT_FOUR, "--memory", "--sizes", "M=6")
-    assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that it divides"
+    assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that are multiples of it"
 
 
 def test_inspect_takes_the_host_ir_beside_the_sources(capsys: Captured, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
     assert set_to("D") == "--set D: write NAME=VALUE"
     assert set_to("Q=1") == "seeds.py: no top-level constant 'Q' to set"
-    assert set_to("D=x") == "--set D=x: x is no Python literal; quote a text twice, as in NAME='\"text\"'"
+    assert set_to("D=x") == "--set D=x: x is not a Python literal; quote a string twice, as in NAME='\"text\"'"
     assert set_to("D=0").endswith("mesh axis x has size 0: it must be an int of at least 1")
     file = str(GOLDEN / "add" / "input.hw")
     assert set_to("D=1", file) == f"{file}: IR text has no constant 'D' to set; edit the text"
@@ -401,7 +401,7 @@ def test_export_to_what_is_no_folder(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert main(["export", P2P, str(tmp_path / "file")]) == 1
     error = capsys.readouterr().err
-    assert error == f"hostweave: ag_matmul_p2p: export: {tmp_path}/file: File exists; give a folder that is yours to write\n"
+    assert error == f"hostweave: ag_matmul_p2p: export: {tmp_path}/file: File exists; choose a writable folder\n"
 
 
 def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
         before = there.read_bytes() if there.exists() else None
         there.write_text("// mine\n")
         why = "was edited since it was exported" if before else "was not written by an export"
-        with pytest.raises(ArgumentError, match=rf"export: {there} is there already and {why}; move it away, or give another folder"):
+        with pytest.raises(ArgumentError, match=rf"export: {there} exists and {why}; move it, or choose another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
         assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # nothing else was written either

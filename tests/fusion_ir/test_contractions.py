@@ -93,14 +93,14 @@ def test_several_dims_are_one_matmul() -> None:
     [
         ("...a,a->...", ("ba", "a"), "an ellipsis is not supported; write a letter for each dim"),
         ("aa->a", ("aa",), "'aa' has a letter twice; a diagonal is not supported"),
-        ("ab,b1->a", ("ab", "bc"), "it has more than letters, commas and one arrow; write it like 'ij,jk->ik'"),
-        ("ab->a->b", ("ab",), "it has more than letters, commas and one arrow; write it like 'ij,jk->ik'"),
+        ("ab,b1->a", ("ab", "bc"), "it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'"),
+        ("ab->a->b", ("ab",), "it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'"),
         ("ab", ("ab", "bc"), "1 terms for 2 operands; write one for each"),
         ("abc->a", ("ab",), "'abc' has 3 letters, and f64[2, 3] 2 dims; write one for each"),
-        ("ab->ac", ("ab",), "no operand has c, which the result has; leave it out"),
+        ("ab->ac", ("ab",), "no operand has c, but the result does; remove it"),
         ("ab->aa", ("ab",), "the result 'aa' has a letter twice; name it once"),
-        ("ab,bc->ac", ("ab", "cb"), "b is 3 and 4 of f64[4, 3]; dims of one letter have one size"),
-        (None, ("ab",), "it is no text; write the letters of each operand and of the result, like 'ij,jk->ik'"),
+        ("ab,bc->ac", ("ab", "cb"), "b is 3 and 4 of f64[4, 3]; dims with the same letter must have equal sizes"),
+        (None, ("ab",), "not a string; write the letters of each operand and of the result, such as 'ij,jk->ik'"),
     ],
 )
 def test_einsum_refuses(subscripts: Any, shapes: tuple[str, ...], message: str) -> None:
@@ -119,10 +119,16 @@ def test_einsum_of_what_is_no_tensor() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        (4, "axes=4 of f64[2, 3] and f64[3, 4]: it is from 0 to the dims that both have; or name the dims of each"),
-        (((0,), (0,)), "dim 0 of f64[2, 3] and dim 0 of f64[3, 4] differ; dims that are multiplied have one size"),
-        (((0, 1), (0,)), "axes=((0, 1), (0,)) do not pair dims of f64[2, 3] with those of f64[3, 4]; name as many, each once"),
-        (((1, 1), (0, 0)), "axes=((1, 1), (0, 0)) do not pair dims of f64[2, 3] with those of f64[3, 4]; name as many, each once"),
+        (4, "axes=4 of f64[2, 3] and f64[3, 4]: pass a number from 0 to the smaller number of dims, or name the dims of each"),
+        (((0,), (0,)), "dim 0 of f64[2, 3] and dim 0 of f64[3, 4] differ; contracted dims must have equal sizes"),
+        (
+            ((0, 1), (0,)),
+            "axes=((0, 1), (0,)) do not pair dims of f64[2, 3] with those of f64[3, 4]; name the same number of dims in both, each once",
+        ),
+        (
+            ((1, 1), (0, 0)),
+            "axes=((1, 1), (0, 0)) do not pair dims of f64[2, 3] with those of f64[3, 4]; name the same number of dims in both, each once",
+        ),
         (((5,), (0,)), "f64[2, 3] has no dim 5: dims go from 0 to 1"),
         ("ab", "axes='ab' is neither a number nor a pair; write ((0, 1), (0, 1))"),
     ],

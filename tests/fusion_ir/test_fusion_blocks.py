@@ -187,15 +187,15 @@ REFUSED = {
     "too many": (LAYER + FUSION + "    return layer(x, w, v)", TAKES + "3 are given"),
     "twice": (LAYER + FUSION + "    return layer(x, w, x=x)", TAKES + "x is given twice"),
     "unknown": (LAYER + FUSION + "    return layer(x, w, v=v)", TAKES + "v is none of them"),
-    "no tensor": (LAYER + FUSION + "    return layer(x, 2.0)", TAKES + "w is 2.0, which is no tensor of a fusion"),
-    "outside": (LAYER + "layer(1, 2)", "mlp.py:6: call: @layer takes x, w; x is 1, which is no tensor of a fusion"),
+    "no tensor": (LAYER + FUSION + "    return layer(x, 2.0)", TAKES + "w is 2.0, which is not a tensor of a fusion"),
+    "outside": (LAYER + "layer(1, 2)", "mlp.py:6: call: @layer takes x, w; x is 1, which is not a tensor of a fusion"),
     "stream of a result": (
         LAYER + FUSION + "    return layer(x, w).stream('M')",
-        "mlp.py:8: stream: this is made by the function @layer; stream a tensor in the function",
+        "mlp.py:8: stream: the value is the result of the function @layer; stream a tensor in the function",
     ),
     "recursion": (
         "@hw.block(**T)\ndef layer(x, w):\n    return layer(x, w)\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:5: call: @layer calls itself, and would be traced without end; use a Python loop",
+        "mlp.py:5: call: @layer calls itself, and tracing would not end; use a Python loop",
     ),
     "one name": (
         LAYER + "other = layer\n" + LAYER + "@hw.fusion(**T, mesh=hw.Mesh(x=2))\ndef f(x, w):\n    return layer(other(x, w), w)",
@@ -207,7 +207,7 @@ REFUSED = {
     ),
     "another function's tensor": (
         FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",
-        "mlp.py:7: add: the tensors belong to different fusions; pass one of them in as an input",
+        "mlp.py:7: add: the tensors belong to different fusions; make one of them an input",
     ),
     "mesh": (
         LAYER + "@hw.fusion(x=hw.f32['M', 'E'], w=T['w'])\ndef f(x, w):\n    return layer(x, w)",
@@ -215,12 +215,11 @@ REFUSED = {
     ),
     "size": (
         "@hw.block(**T)\ndef layer(x, w):\n    return hw.sum(hw.broadcast_to(x, 'B', 'M', 'E'), 'B')\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:5: broadcast_to: no input has a dim B, which %x_broadcast has, so nothing tells its size; give it to an input, "
-        "or write an int",
+        "mlp.py:5: broadcast_to: no input has a dim B, which %x_broadcast has, so its size is unknown; add it to an input, or write an int",
     ),
     "no parameters": (
         "@hw.block()\ndef layer():\n    pass",
-        "mlp.py:3: function @layer has no parameters; a function computes on tensors, give it one",
+        "mlp.py:3: function @layer has no parameters; add at least one tensor parameter",
     ),
     "no type": (
         "@hw.block(x=T['x'])\ndef layer(x, w):\n    pass",
@@ -228,7 +227,7 @@ REFUSED = {
     ),
     "no name": (
         "hw.block(**T)(lambda x, w: x)",
-        "mlp.py:3: function <lambda>: it has no name of ASCII letters, digits and _; write it with def",
+        "mlp.py:3: function <lambda>: its name is not of ASCII letters, digits and _; use def",
     ),
     "no parameter": (
         "@hw.block(**T, v=T['w'])\ndef layer(x, w):\n    pass",
@@ -277,7 +276,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%a: f32[M] = negative(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,
-        "text:8: output: %a is no call of @b; correct it",
+        "text:8: output: %a is not a call of @b; correct it",
     ),
     calling("%a: f32[M] = call @b(%x)\n  %c: f32[M] = output @b(%a, index=1)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,

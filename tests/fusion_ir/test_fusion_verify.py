@@ -84,7 +84,7 @@ def test_inputs_hold_whole_values() -> None:
 
 
 def test_a_size_that_no_input_has() -> None:
-    why = r"text:2: broadcast_to: no input has a dim N, which %y has, so nothing tells its size; give it to an input, or write an int$"
+    why = r"text:2: broadcast_to: no input has a dim N, which %y has, so its size is unknown; add it to an input, or write an int$"
     with pytest.raises(ProgramError, match=why):
         Fusion.parse(text("%y: f32[N, 4] = broadcast_to(%x)", inputs="%x: f32[4]"))
 
@@ -116,12 +116,12 @@ AFTER = [
     (
         "insert_reshards",
         "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = relu(%s)",
-        "text:3: relu: it is not linear in f32[4] partial(sum, x); reshard what is partial first",
+        "text:3: relu: it is not linear in f32[4] partial(sum, x); reshard the partial operand first",
     ),
     (
         "insert_reshards",
         "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = add(%s, 1.0)",
-        "text:3: add: it is not linear in f32[4] partial(sum, x); reshard what is partial first",
+        "text:3: add: it is not linear in f32[4] partial(sum, x); reshard the partial operand first",
     ),
     (
         "insert_reshards",
@@ -131,18 +131,18 @@ AFTER = [
     (
         "decompose_reshards",
         "%y: f32[8, 4] = reshard(%x)",
-        "text:2: reshard: what it does is open; write all_gather instead",
+        "text:2: reshard: its steps are missing; write all_gather instead",
     ),
-    ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: what it does is open; write copy instead"),
+    ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: its steps are missing; write copy instead"),
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0) = negative(%x)",
-        "text:2: stream of %y: its chunking is open; it is either of by_shard and across_shards",
+        "text:2: stream of %y: its chunking is missing; add one of by_shard and across_shards",
     ),
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0, across_shards, p2p) = negative(%x)",
-        "text:2: stream of %y: by p2p, but a negative does not communicate; state it on the reshard",
+        "text:2: stream of %y: by p2p, but a negative does not communicate; stream the reshard",
     ),
 ]
 
@@ -171,19 +171,19 @@ STEPS = [
 # Inconsistent steps: (text of a valid step, replacement)
 WRONG = [
     (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
-    (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it makes f32[8@a, 6] of f32[8@a,b, 6]; correct it"),
+    (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it converts f32[8@a,b, 6] to f32[8@a, 6]; correct the type"),
     (0, "axes=(a, b)", "axes=(a, c)", "(a, c) are not axes of mesh(a=2, b=2), each named once"),
     (0, ", axes=(a, b)", "", "attribute axes is missing; write axes=(x)"),
     (0, "axes=(a, b)", "axes=(0, 1)", "no attribute axes=(0, 1); its attributes: dim (int), axes (MeshAxes)"),
     (0, "dim=0", "dim=2", "dim=2 is out of range; f32[8@a,b, 6] has dims 0 to 1"),
     (1, "axes=(b)", "axes=(a)", "(a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
-    (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but it makes f32[8@a,b,b, 6] of f32[8@a,b, 6]; correct it"),
+    (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but it converts f32[8@a,b, 6] to f32[8@a,b,b, 6]; correct the type"),
     (3, "(0, 2, 1, 3)", "(0, 1, 2, 3)", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (3, "(0, 2, 1, 3)", "(0, 2, 1, 4)", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (3, "(0, 2, 1, 3)", "()", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
     (4, "axes=(a, b)", "axes=(b, a)", "what it states does not take f32[4@a, 6@b] to f32[4@b, 6@a]"),
-    (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but it makes f32[9@b, 6] of f32[9, 6]; correct it"),
-    (7, "axes=(a, b)", "axes=(a)", "%y is f32[6], but it makes f32[6] partial(sum, b) of f32[6] partial(sum, a, b); correct it"),
+    (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but it converts f32[9, 6] to f32[9@b, 6]; correct the type"),
+    (7, "axes=(a, b)", "axes=(a)", "%y is f32[6], but it converts f32[6] partial(sum, a, b) to f32[6] partial(sum, b); correct the type"),
     (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce what is partial"),
     (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
     (9, "root=3", "root=2", "what it states does not take f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
@@ -252,7 +252,7 @@ def test_after_a_pass(after: str, ops: str, message: str) -> None:
 
 def test_partial_results_are_not_returned() -> None:
     with pytest.raises(
-        ProgramError, match=r"fusion @f: %y is f32\[4\] partial\(sum, x\); a partial tensor is not returned, reshard it first$"
+        ProgramError, match=r"fusion @f: %y is f32\[4\] partial\(sum, x\); a partial tensor cannot be returned; reshard it first$"
     ):
         Fusion.parse(text("%y: f32[4] partial(sum, x) = sum(%x, axis=(0,))"))
 

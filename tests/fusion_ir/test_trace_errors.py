@@ -50,10 +50,10 @@ ERRORS = {
     "repeated dim": (
         'return hw.sum(x, axis="M")',
         {"x": 'hw.f32["M", "M"]'},
-        "4: sum: f32[M, M] has 2 dims named M: say which by its number",
+        "4: sum: f32[M, M] has 2 dims named M: choose one by its number",
     ),
     "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
-    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is no dim of bf16[M, K]; write its number or its name"),
+    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is not a dim of bf16[M, K]; write its number or its name"),
     "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is not a dtype; use hw.f32, hw.bf16 and the like"),
     "loop": (
         "return sum(x)",
@@ -61,7 +61,7 @@ ERRORS = {
         "4: a loop: bf16[M, K] has no first dim of known size; use functions of whole tensors, such as hw.sum",
     ),
     "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; its name is in x.shape"),
-    "change": ("x[0] = 1", {}, "4: a tensor is a value and does not change; make another one by hw.where or hw.concat"),
+    "change": ("x[0] = 1", {}, "4: tensors are immutable; create a new one by hw.where or hw.concat"),
     "NumPy": (
         "import numpy; return numpy.exp(x)",
         {},
@@ -77,7 +77,7 @@ ERRORS = {
     "permute_dims": (
         "return hw.permute_dims(x, (0, 0))",
         {},
-        "4: permute_dims: axes=(0, 0) is no order of the 2 dims of bf16[M, K]; name each once",
+        "4: permute_dims: axes=(0, 0) is not an order of the 2 dims of bf16[M, K]; name each once",
     ),
     "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
     "reshape": (
@@ -85,7 +85,7 @@ ERRORS = {
         {},
         "4: reshape: bf16[M, K] does not have the elements of [M, 4]; make the products of the dims equal",
     ),
-    "reshape rest": ("return hw.reshape(x, 'J', -1)", {}, "4: reshape: -1 cannot be told for bf16[M, K] to ['J', -1]; write every dim"),
+    "reshape rest": ("return hw.reshape(x, 'J', -1)", {}, "4: reshape: -1 cannot be inferred for bf16[M, K] to ['J', -1]; write every dim"),
     "reshape dim": (
         "return hw.reshape(x, 'M+1', 'K')",
         {},
@@ -108,15 +108,15 @@ ERRORS = {
     "slice outside": (
         "return x[:, 2:5]",
         {"x": "hw.f32[8, 4]"},
-        "4: indexing: 2:5 of dim 1 of f32[8, 4] goes outside of it; stay between 0 and 4",
+        "4: indexing: 2:5 of dim 1 of f32[8, 4] is out of range; stay between 0 and 4",
     ),
-    "slice before": ("return x[-9:]", {"x": "hw.f32[8]"}, "4: indexing: -9: of dim 0 of f32[8] goes outside of it; stay between 0 and 8"),
+    "slice before": ("return x[-9:]", {"x": "hw.f32[8]"}, "4: indexing: -9: of dim 0 of f32[8] is out of range; stay between 0 and 8"),
     "slice of nothing": (
         "return x[-2:3]",
         {},
-        "4: indexing: -2:3 of dim 0 of bf16[M, K] takes nothing; take at least one element",
+        "4: indexing: -2:3 of dim 0 of bf16[M, K] is empty; take at least one element",
     ),
-    "slice backwards": ("return x[::-1]", {}, "4: indexing: ::-1 of dim 0 of bf16[M, K] goes backwards; steps are at least 1"),
+    "slice backwards": ("return x[::-1]", {}, "4: indexing: ::-1 of dim 0 of bf16[M, K] has a negative step; use a step of at least 1"),
     "slice by a name": (
         "return x[:'K']",
         {},
@@ -166,7 +166,7 @@ ERRORS = {
     "kernel of nothing": (
         "return hw.kernel('', 'k', 'M', [x, hw.f32['M']])",
         {},
-        "4: kernel: the source has no `__global__ void k(...)`; name= is the function to launch",
+        "4: kernel: the source has no `__global__ void k(...)`; set name= to the function to launch",
     ),
     "pad as NumPy's": (
         "return hw.pad(x, ((0, 1), (2, 3)))",
@@ -177,7 +177,7 @@ ERRORS = {
     "pad mode": (
         "return hw.pad(x, (1, 2), mode='reflect')",
         {},
-        "4: pad: mode='reflect' is not 'constant'; take other modes together by slices and hw.concat",
+        "4: pad: mode='reflect' is not 'constant'; build other modes from slices and hw.concat",
     ),
     "pad value": (
         "return hw.pad(x, (1, 1), value=0.5)",
@@ -194,14 +194,14 @@ ERRORS = {
     "var": (
         "return hw.var(x, correction=0.5)",
         {},
-        "4: var: correction=0.5 of K*M elements is no int; write an int, or ints for the sizes",
+        "4: var: correction=0.5 of K*M elements is not an int; write an int, or int sizes",
     ),
     "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
     "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
     "seed": (
         "return hw.uniform(x, seed=-1)",
         {},
-        "4: uniform: seed=-1 is no u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
+        "4: uniform: seed=-1 is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
     ),
     "seed dtype": (
         "return hw.uniform(x, seed=w)",
@@ -220,12 +220,12 @@ ERRORS = {
     "norm weight": (
         "return hw.layer_norm(x, w)",
         {"w": 'hw.bf16["N"]'},
-        "4: layer_norm: the weight is bf16[N], and x bf16[M, K]; it broadcasts against x, from the right",
+        "4: layer_norm: the weight is bf16[N], and x bf16[M, K]; pass a shape that broadcasts to x",
     ),
     "norm bias": (
         "return hw.layer_norm(x, None, w)",
         {"w": 'hw.bf16["M", "M", "K"]'},
-        "4: layer_norm: the bias is bf16[M, M, K], and x bf16[M, K]; it broadcasts against x, from the right",
+        "4: layer_norm: the bias is bf16[M, M, K], and x bf16[M, K]; pass a shape that broadcasts to x",
     ),
     "linear dtypes": (
         "return hw.linear(x, w)",
@@ -272,7 +272,7 @@ ERRORS = {
     "linear bias": (
         "return hw.linear(x, w, w)",
         {"w": 'hw.bf16["N", "K"]'},
-        "4: linear: the bias is bf16[N, K], and the weight bf16[N, K]; it has one element for each row",
+        "4: linear: the bias is bf16[N, K], and the weight bf16[N, K]; pass one element per row of the weight",
     ),
     "attention": (
         "return hw.scaled_dot_product_attention(x, w, w)",
@@ -290,7 +290,7 @@ ERRORS = {
         "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
         "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
-        "the heads of the key do not divide those of the query; use multiples as ints",
+        "the key's heads do not divide the query's heads; use int sizes that divide",
     ),
     "attention masks": (
         "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",
@@ -300,12 +300,12 @@ ERRORS = {
     "attention mask": (
         "return hw.scaled_dot_product_attention(x, x, x, w)",
         {"x": "hw.bf16[2, 4, 'S', 8]", "w": "hw.bool_[2, 'S', 'S']"},
-        "4: attention: a mask of bool[2, S, S] does not broadcast to the scores, [2, 4, S, S]; reshape it",
+        "4: attention: the mask bool[2, S, S] does not broadcast to the scores, [2, 4, S, S]; reshape it",
     ),
     "attention mask dtype": (
         "return hw.scaled_dot_product_attention(x, x, x, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.i32['S', 'S']"},
-        "4: attention: a mask of i32[S, S] is neither bool nor float; compare it, as in mask != 0",
+        "4: attention: the mask i32[S, S] is neither bool nor float; compare it: mask != 0",
     ),
     "attention dropout": (
         "return hw.scaled_dot_product_attention(x, x, x, dropout_p=1.5)",
@@ -330,7 +330,7 @@ ERRORS = {
     "rotary table": (
         "return hw.rotary_embedding(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32['S', 8]"},
-        "4: rotary_embedding: cos is f32[S, 8], and x bf16[4, S, 8]; it has an element a pair, [S, 4]",
+        "4: rotary_embedding: cos is f32[S, 8], and x bf16[4, S, 8]; pass one element per pair: [S, 4]",
     ),
     "attention rank": (
         "return hw.scaled_dot_product_attention(x, x, x)",
@@ -353,7 +353,7 @@ ERRORS = {
     "attention scale": (
         "return hw.scaled_dot_product_attention(x, x, x)",
         {"x": "hw.bf16[4, 'S', 'E']"},
-        "4: attention: E, the last dim of the query, is not known at compile time; pass scale=",
+        "4: attention: E, the query's last dim, is unknown at compile time; pass scale=",
     ),
     "truth": ("return x if x > 0 else -x", {}, "4: the values of a tensor are not known while a fusion is traced; use hw.where"),
     "reshard rank": (
@@ -371,19 +371,19 @@ ERRORS = {
     "reshard twice": (
         'return hw.reshard(x, "M@x", "K@x")',
         {},
-        "4: bf16[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+        "4: bf16[M@x, K@x]: mesh axis x is used twice; each axis can split one dim",
     ),
     "axis twice in a spec": (
         "return x",
         {"x": 'hw.f32["M@x", "K@x"]'},
-        "2: f32[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+        "2: f32[M@x, K@x]: mesh axis x is used twice; each axis can split one dim",
     ),
     "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: no axis y in mesh(x=8); its axes: x"),
     "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it a name of its own"),
     "dim type": ("return x", {"x": "hw.f32[1.5]"}, "2: not a dim: 1.5; write a name or an int"),
     "empty dim": ("return x", {"x": "hw.f32[0]"}, "2: a dim has at least one element, not 0"),
-    "stream of an input": ('return x.stream("M")', {}, "4: stream: %x is an input; stream what is computed from it, or hw.copy(x)"),
-    "stream twice": ("return (-x).stream(0).stream(1)", {}, "4: stream: this value is streamed already; state one dim, once"),
+    "stream of an input": ('return x.stream("M")', {}, "4: stream: %x is an input; stream a value computed from it, or hw.copy(x)"),
+    "stream twice": ("return (-x).stream(0).stream(1)", {}, "4: stream: the value is already streamed; stream one dim only"),
     "stream dim": ('return (-x).stream("N")', {}, "4: stream: bf16[M, K] has no dim named N"),
     "stream chunks": ("return (-x).stream(0, chunks=0)", {}, "4: stream: chunks=0 must be an int of at least 1"),
     "stream chunking": (

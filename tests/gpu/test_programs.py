@@ -259,7 +259,7 @@ def test_an_array_on_a_gpu_for_a_program_on_the_cpu() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     fusion = fusion_of("set", 1, 3, hw.f32)
     assert message_of(ArgumentError, lambda: compiled(fusion).run(x=torch.ones(3, 2, device="cuda:0"))) == (
-        "set: x: is on GPU 0 and the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
+        "set: x: is on GPU 0, but the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
     )
 
 

@@ -115,14 +115,14 @@ def host(body: str) -> str:
 
 
 BAD_HOSTS = {
-    host("if rank.x == 0 { " * 1000 + "}" * 1000): "line 2, column .*more than 64 bodies or parentheses in one another",
-    host("%i = " + "(" * 1000 + "1" + ")" * 1000): "line 2, column .*more than 64 bodies or parentheses in one another",
+    host("if rank.x == 0 { " * 1000 + "}" * 1000): "line 2, column .*more than 64 nested bodies or parentheses",
+    host("%i = " + "(" * 1000 + "1" + ")" * 1000): "line 2, column .*more than 64 nested bodies or parentheses",
     host(f"%a = allocate f32[{BIG}]"): "line 2, column 21: an int of 400 digits; the largest one is",
     host(f"%a = allocate f32[{2**62}*{2**62}]"): "line 2, column 21: .* is more than 9223372036854775807, the largest size",
-    host(f"%a = allocate f32[{'ceil(' * 5000}M"): "more than 64 bodies or parentheses in one another",
+    host(f"%a = allocate f32[{'ceil(' * 5000}M"): "more than 64 nested bodies or parentheses",
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
-    host("%a = chunk %x[0: 0 of 0]"): "a dim is cut into at least one chunk",
+    host("%a = chunk %x[0: 0 of 0]"): "the number of chunks must be at least 1",
     host("all_to_all %x -> %y on *"): "line 2, column .*expected a name, found '\\*'",
     host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; those there are none",
     CPU_DEVICE.replace(
@@ -130,7 +130,7 @@ BAD_HOSTS = {
     ): "line 1, column .*unknown transport 'by_pigeon'; one of one_sided, peer, two_sided",
     host("on mesh(x=2 of ranks 1, 7) {\n  }"): "mesh\\(x=2\\) has no rank 7",
     host("on mesh(x=2 of ranks 1, 1) {\n  }"): "name each rank once",
-    host(f"on mesh(x={2**40} of ranks 0..{2**40}) {{\n  }}"): "line 2, column .*ranks go from one to a greater one, 65536 at most",
+    host(f"on mesh(x={2**40} of ranks 0..{2**40}) {{\n  }}"): "line 2, column .*a range of ranks must increase, up to 65536",
     CPU_DEVICE.replace("mesh(x=2)", f"mesh(x={2**40})"): f"a mesh has at most 65536 ranks, not {2**40}",
     CPU_DEVICE.replace("mesh(x=2)", "mesh(x=2, x=2)"): "line 1, column .*mesh axis x is given twice",
     CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(ring[{2**40}])").replace(
@@ -139,7 +139,7 @@ BAD_HOSTS = {
     "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = negative(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"
     + host(
         "%a = allocate f32[M/2]\n  launch @k %x -> %a, %a"
-    ): "launch @k %x -> %a, %a: %a is named twice: each result is memory of its own",
+    ): "launch @k %x -> %a, %a: %a is named twice: give each result its own buffer",
 }
 
 

@@ -104,7 +104,7 @@ def test_ranks_that_wait_for_one_another_are_a_deadlock() -> None:
     with pytest.raises(ExecutionError) as caught:
         interpret(host_text.parse(PAIR), {"x": np.zeros((2, 4))})
     assert str(caught.value) == (
-        "deadlock: no rank can go on:\n"
+        "deadlock: no rank can proceed:\n"
         "  rank 0, the caller's stream: send %x to 1 - rank.x on x\n"
         "  rank 1, the caller's stream: send %x to 1 - rank.x on x"
     )

@@ -21,20 +21,21 @@ BODIES = {
     # shares and blocks
     "all_gather %x -> %y along 2 on x": "text:2: @t: all_gather %x -> %y along 2 on x: %y is f32[M/2, 4]: it has no dim 2",
     "all_gather %x -> %y along 1 on x": (
-        "text:2: @t: all_gather %x -> %y along 1 on x: %x is f32[M/2, 4], and this rank's block of %y along dim 1 has M elements"
+        "text:2: @t: all_gather %x -> %y along 1 on x: %x is f32[M/2, 4], "
+        "but this rank's block of %y along dim 1 has M elements: make them equal"
     ),
     "reduce_scatter sum %x along 1 -> %y on x": (
-        "text:2: @t: reduce_scatter sum %x along 1 -> %y on x: %y is f32[M/2, 4], and this rank's block of %x along dim 1 has M elements"
+        "text:2: @t: reduce_scatter sum %x along 1 -> %y on x: %y is f32[M/2, 4], "
+        "but this rank's block of %x along dim 1 has M elements: make them equal"
     ),
     "all_to_all %x along 0 -> %y on x": (
-        "text:2: @t: all_to_all %x along 0 -> %y on x: "
-        "either both buffers have a dim that the ranks share, or none: write the other one's, too"
+        "text:2: @t: all_to_all %x along 0 -> %y on x: only one buffer has `along`: write it for both, or for none"
     ),
     "%b = allocate f32[6, 4]\nall_to_all %x along 1 -> %b along 0 on x": (
         "text:3: @t: all_to_all %x along 1 -> %b along 0 on x: of %x this rank sends itself M elements, and 12 are to arrive in %b"
     ),
     "pack %x -> %y in [2 of M, 1 of 4]": (
-        "text:2: @t: pack %x -> %y in [2 of M, 1 of 4]: %x is f32[M/2, 4], of 2*M elements, and what is cut has 4*M"
+        "text:2: @t: pack %x -> %y in [2 of M, 1 of 4]: %x is f32[M/2, 4], of 2*M elements, but the blocks have 4*M: make them equal"
     ),
     "%b = permute %x by [1, 0]\nunpack %b -> %y in [1 of M/2, 2 of 4]": (
         "text:3: @t: unpack %b -> %y in [1 of M/2, 2 of 4]: %b is not contiguous: copy it to a buffer of its own first"
@@ -58,7 +59,7 @@ BODIES = {
     "%b = allocate f32[M/2, 4]\n%v = chunk %b[1: 0 of 1]\ndeallocate %b\ncopy %v -> %y": (
         "text:5: @t: copy %v -> %y: %v is used after its deallocate: move the deallocate down"
     ),
-    "deallocate %y": "text:2: @t: deallocate %y: %y belongs to the caller: only what this program allocates can be deallocated",
+    "deallocate %y": "text:2: @t: deallocate %y: %y belongs to the caller: deallocate only buffers of this program",
     "%b = allocate f32[4, 4]\n%v = select %b[0: 1]\ndeallocate %v": "text:4: @t: deallocate %v: %v is a view: deallocate %b",
     "copy %y -> %x": "text:2: @t: copy %y -> %x: %x is an input and may not be written: allocate a buffer",
     "%v = reshape %x to [2*M]\n%w = reshape %y to [2*M]\ncopy %w -> %v": (
@@ -71,7 +72,7 @@ BODIES = {
         "text:5: @t: copy %v -> %y: %v is used after its deallocate: move the deallocate down"
     ),
     # expressions
-    "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not an index that is known here: define it above",
+    "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not a known index: define it above",
     "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
     "%i = K": "text:2: @t: %i = K: K is not a size of any input or output; the sizes are M",
     "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0: divide by a positive number or a size",
@@ -79,12 +80,10 @@ BODIES = {
     # memory and views
     "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
     "%v = select %x[2: 0]": "text:2: @t: %v = select %x[2: 0]: %x is f32[M/2, 4]: it has no dim 2",
-    "%v = choose %x if %i == 0 else %y": (
-        "text:2: @t: %v = choose %x if %i == 0 else %y: %i is not an index that is known here: define it above"
-    ),
+    "%v = choose %x if %i == 0 else %y": ("text:2: @t: %v = choose %x if %i == 0 else %y: %i is not a known index: define it above"),
     "%v = chunk %x[1: 0 of 2]\n%w = choose %x if rank.x == 0 else %v": (
         "text:3: @t: %w = choose %x if rank.x == 0 else %v: %x is f32[M/2, 4]: %v is f32[M/2, 2]: "
-        "choose between buffers of one type and layout"
+        "both buffers must have the same type and layout"
     ),
     "%v = chunk %x[1: 0 of 3]": "text:2: @t: %v = chunk %x[1: 0 of 3]: %x is f32[M/2, 4]: cannot cut 4 into 3 chunks",
     "%v = slice %x[2: 1 from 0]": "text:2: @t: %v = slice %x[2: 1 from 0]: %x is f32[M/2, 4]: it has no dim 2",
@@ -108,13 +107,13 @@ BODIES = {
     # compute
     "%a = allocate f32[4, 4, 2]\n%b = select %a[2: 0]\n%c = permute %x by [1, 0]\nmatmul %c, %x -> %b": (
         "text:5: @t: matmul %c, %x -> %b: "
-        "neither the rows nor the columns of %b lie side by side: copy it to a buffer of its own, or from one"
+        "neither the rows nor the columns of %b are contiguous: copy it to a contiguous buffer, or from one"
     ),
     "matmul %x, %n -> %y": (
         "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
     ),
     "%a = allocate i32[4, 4]\nmatmul %a, %a -> %a": (
-        "text:3: @t: matmul %a, %a -> %a: cuBLASLt has no product of i32 by i32 that gives i32: launch a kernel that adds up products"
+        "text:3: @t: matmul %a, %a -> %a: cuBLASLt has no product of i32 by i32 that gives i32: launch a kernel that computes it"
     ),
     "matmul %x, %x -> %y": "text:2: @t: matmul %x, %x -> %y: inner dims differ: f32[M/2, 4] x f32[M/2, 4]",
     "%v = select %x[0: 0]\nmatmul %v, %x -> %y": "text:3: @t: matmul %v, %x -> %y: both operands need at least two dims",
@@ -129,7 +128,7 @@ BODIES = {
         "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave it out"
     ),
     "%a = allocate f8e4m3[32, 16]\n%s = allocate f32[32, 1]\n%y2 = allocate bf16[32, 32]\nmatmul %a, %a scales %s -> %y2": (
-        "text:5: @t: matmul %a, %a scales %s -> %y2: 1 scales are given: name those of %a, then those of %a"
+        "text:5: @t: matmul %a, %a scales %s -> %y2: 1 scales are given, not 2: name the scales of %a, then those of %a"
     ),
     "%a = allocate f8e4m3[32, 16]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 1]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
@@ -138,22 +137,21 @@ BODIES = {
     ),
     "%a = allocate f8e4m3[32, 16]\n%b = allocate f8e4m3[16, 32]\n%s = allocate f32[1, 1]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
-        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: the elements of %b along dim 0 do not lie side by side: "
-        "copy it to a buffer where they do"
+        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: the elements of %b along dim 0 are not contiguous: copy it to a contiguous buffer"
     ),
     "%a = allocate f8e4m3[32, 256]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 2]\n%t2 = allocate f32[2, 32]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %t2 -> %y2": (
-        "text:7: @t: matmul %a, %b scales %s, %t2 -> %y2: the scales %s do not lie as cuBLASLt takes them, by rows or columns: "
-        "copy them to memory where they do"
+        "text:7: @t: matmul %a, %b scales %s, %t2 -> %y2: the scales %s do not have a layout that cuBLASLt supports, "
+        "row-major or column-major: copy them to such a buffer"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b accumulate %x, %y -> %y": (
-        "text:3: @t: matmul %x, %b accumulate %x, %y -> %y: one buffer can be added, and one bias: add the others before"
+        "text:3: @t: matmul %x, %b accumulate %x, %y -> %y: at most one buffer and one bias can be added: add the others before"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b accumulate %b -> %y": (
         "text:3: @t: matmul %x, %b accumulate %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
     ),
     "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = chunk %c[1: 0 of 2]\nmatmul %x, %b accumulate %v -> %y": (
-        "text:5: @t: matmul %x, %b accumulate %v -> %y: %v does not lie in memory as %y does: copy it to a buffer that does"
+        "text:5: @t: matmul %x, %b accumulate %v -> %y: %v has another memory layout than %y: copy it to a buffer with the same layout"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b bias %b -> %y": (
         "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
@@ -190,7 +188,7 @@ BODIES = {
     "all_gather %x -> %y on q\nsend %x to 0 on x": (
         "text:2: @t: all_gather %x -> %y on q: channel q is not declared: add channels(q: ...) to the header; those there are x"
     ),
-    "group {\n}": "text:2: @t: group: a group posts nothing: leave it out",
+    "group {\n}": "text:2: @t: group: the group is empty: remove it",
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
         "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
     ),
@@ -211,7 +209,7 @@ BODIES = {
     "gather %x -> %y to 0 on x": "text:2: @t: gather %x -> %y to 0 on x: %y must hold 2 x %x: it has 2*M elements, not 4*M",
     "scatter %x -> %y from 0 on x": "text:2: @t: scatter %x -> %y from 0 on x: %x must hold 2 x %y: it has 2*M elements, not 4*M",
     "%b = allocate f32[3]\n%c = allocate f32[3]\nall_to_all %b -> %c on x": (
-        "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 ranks cannot be seen to share it evenly; give it a dim of 2, a block a rank"
+        "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 blocks cannot be proven equal; give it a dim of 2, one block per rank"
     ),
     "collective_permute %x -> %y from [1] on x": (
         "text:2: @t: collective_permute %x -> %y from [1] on x: a process group of 2 needs 2 sources, each below 2 or none"
@@ -220,7 +218,8 @@ BODIES = {
         "text:2: @t: collective_permute %x -> %y from [none, 2] on x: a process group of 2 needs 2 sources, each below 2 or none"
     ),
     "collective_permute %x -> %y from [1, 1] on x": (
-        "text:2: @t: collective_permute %x -> %y from [1, 1] on x: rank 1 is named twice: a rank sends to one other; use a broadcast"
+        "text:2: @t: collective_permute %x -> %y from [1, 1] on x: rank 1 is named twice: "
+        "each rank sends to at most one other; use a broadcast"
     ),
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (
@@ -250,7 +249,7 @@ BODIES = {
     ),
     "fork pool": "text:2: @t: fork pool: pool is not declared: add streams(pool[...]) to the header",
     "stream ring[0] {\njoin ring\n}": (
-        "text:3: @t: join ring: fork and join speak of the caller's stream: move it out of the stream block"
+        "text:3: @t: join ring: fork and join apply to the caller's stream: move it out of the stream block"
     ),
     "fork ring first 3": (
         "text:2: @t: fork ring first 3: there are 2 streams ring, not 3: give a number from 1 to 2, or leave it out for all"
@@ -262,7 +261,7 @@ BODIES = {
 PROGRAMS = {
     "host @t(%x: f32[4], %x: f32[4]) -> () mesh(x=1) {\n}\n": "@t: %x is declared twice: rename one",
     "host @t(%x: f32[4@q]) -> () mesh(x=1) {\n}\n": "@t: mesh(x=1) has no axis 'q': its axes are x",
-    "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] holds nothing: declare at least one",
+    "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] is empty: declare at least one",
     "host @t() -> () mesh(x=1) streams(ring[2]) events(ring[1]) {\n}\n": "@t: ring is declared twice: rename one",
     **{
         f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(x=2) channels({channels}) {{\n  all_reduce sum %x -> %y on x\n}}\n": f"@t: {why}"
@@ -271,12 +270,12 @@ PROGRAMS = {
             ("x: x, x two_sided", "channel x: axis x is named twice: name each axis once"),
             ("x: x on mesh(x=2 of ranks 1, 2) two_sided", "mesh(x=2) has no rank 2: name ranks of it"),
             ("x: x two_sided, x: x on mesh(x=1 of ranks 1) two_sided", "channel x is declared twice: rename one"),
-            ("x: x two_sided, z: x two_sided", "channels x and z are of the same ranks and transport: declare one"),
-            ("z: x on mesh(x=1 of ranks 1) two_sided, x: x two_sided", "no communication is on channel z: leave it out of the header"),
+            ("x: x two_sided, z: x two_sided", "channels x and z have the same ranks and transport: declare one"),
+            ("z: x on mesh(x=1 of ranks 1) two_sided, x: x two_sided", "channel z is unused: remove it from the header"),
         )
     },
     "host @t(%x: f32[4]) -> (%y: f32[N]) mesh(x=1) {\n  fill %y with 1.0\n}\n": (
-        "@t: no input has a dim N, so nothing tells its size; give it to an input, or write an int"
+        "@t: no input has a dim N, so its size is unknown; add it to an input, or write an int"
     ),
     "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
     "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
@@ -319,12 +318,12 @@ CALLS = {
     "call @b %n -> %y": "text:3: @t: call @b %n -> %y: %n is i32[M/2, 4], and @b takes f32[M/2, 4] as %p",
     "%b = allocate f32[M, 4]\ncall @b %x -> %b": "text:4: @t: call @b %x -> %b: %b is f32[M, 4], and @b gives f32[M/2, 4] as %q",
     "call @b %x -> %x": "text:3: @t: call @b %x -> %x: %x is an input and may not be written: allocate a buffer",
-    "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: what a function writes is memory of its own",
+    "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: pass a separate buffer for each output",
     "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
         "text:5: @t: call @b %v -> %y: %v is not contiguous, which a function needs: copy it to a buffer of its own first"
     ),
     "stream ring[0] {\ncall @b %x -> %y\n}": (
-        "text:4: @t: call @b %x -> %y: a function forks from the caller's stream: move the call out of the stream block"
+        "text:4: @t: call @b %x -> %y: a function runs on the caller's stream: move the call out of the stream block"
     ),
     "if rank.x == 0 {\ncall @b %x -> %y\n}": (
         "text:4: @t: call @b %x -> %y: a function with collectives cannot stand under `if rank.x == 0`, which differs between ranks"

@@ -71,7 +71,7 @@ def test_places_in_a_mesh_of_some_ranks() -> None:
         (lambda: LINE.ranks([0, 1], a=3), "ranks: 2 ranks are no mesh of a=3; the product must be equal"),
         (
             lambda: GRID.ranks([0, 5]),
-            "ranks: [0, 5] is no block of mesh(dp=2, tp=4) in its order, so its axes cannot be told; give them: .ranks([...], x=2)",
+            "ranks: [0, 5] is not a block of mesh(dp=2, tp=4) in its order, so its axes cannot be inferred; name them: .ranks([...], x=2)",
         ),
         (lambda: hw.f32["M@tp"].on(FIRST), "f32[M@tp] on mesh(x=2 of ranks 0, 1): no axis tp in mesh(x=2 of ranks 0, 1); its axes: x"),
     ],
@@ -102,7 +102,7 @@ def test_shards_of_a_mesh_of_some_ranks() -> None:
 
 
 def test_places_with_too_few_ranks() -> None:
-    with pytest.raises(ParseError, match=r"mesh\(x=3 of ranks 0, 1\) has 3 places for 2 ranks; give every rank one$"):
+    with pytest.raises(ParseError, match=r"mesh\(x=3 of ranks 0, 1\) has 3 positions for 2 ranks; list every rank once$"):
         hw.Fusion.parse("fusion @f(%x: f32[M] on mesh(x=3 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] = negative(%x)\n  return %y\n}\n")
 
 
@@ -153,7 +153,7 @@ def mixed(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
         (
             hw.f32["M"].on(Mesh(x=2)),
             hw.f32["M"],
-            "f32[M] on mesh(x=2): mesh(x=2) is no part of mesh(x=4); take ranks from there, as mesh.ranks([0, 1])",
+            "f32[M] on mesh(x=2): mesh(x=2) is not part of mesh(x=4); take ranks from there, as mesh.ranks([0, 1])",
         ),
         (
             hw.f32["M"].on(GRID.ranks([4, 5])),
@@ -271,18 +271,18 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "send %x to 0 on x_of_ranks_2_3\n}\n" + ON_SECOND + "}\n",
-            "text:3: @t: send %x to 0 on x_of_ranks_2_3: rank 0 comes here, and channel x_of_ranks_2_3 is of "
-            "mesh(x=2 of ranks 2, 3): use a channel that it is of",
+            "text:3: @t: send %x to 0 on x_of_ranks_2_3: rank 0 executes this, but channel x_of_ranks_2_3 is on "
+            "mesh(x=2 of ranks 2, 3): use a channel that includes the rank",
         ),
         (
             ON_FIRST + "%b = allocate f32[4, N]\nall_reduce sum %x -> %b on x\n}\n",
-            "text:4: @t: all_reduce sum %x -> %b on x: a collective is for all ranks of its channel, which is of mesh(x=4): "
-            "use a channel of mesh(x=2 of ranks 0, 1)",
+            "text:4: @t: all_reduce sum %x -> %b on x: all ranks of the channel must execute a collective, and it is on mesh(x=4): "
+            "use a channel on mesh(x=2 of ranks 0, 1)",
         ),
         # the static check
         (
             "send %x to rank on x\n",
-            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: stand it under `on` the mesh that has it",
+            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: put it under `on` the mesh that has it",
         ),
         (
             SEND,
@@ -307,7 +307,7 @@ def test_a_program_of_two_meshes() -> None:
         (
             ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on x\n",
             "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on x: %b is not on this rank: "
-            "stand it under `on` the mesh that has it",
+            "put it under `on` the mesh that has it",
         ),
     ],
 )

@@ -37,7 +37,7 @@ BROKEN: dict[str, tuple[Callable[[HostProgram], None], str, str]] = {
     "freed early": (
         nothing_is_freed,
         "host @f(%x: f32[4]) -> (%y: f32[4]) mesh(x=1) {\n  %h = allocate f32[4]\n  deallocate %h\n  copy %x -> %y\n}\n",
-        "%h is freed before its memory is planned; leave that to plan_memory",
+        "%h is deallocated before plan_memory; remove the deallocate",
     ),
     "updated elsewhere": (
         updates_are_in_place,
@@ -95,5 +95,5 @@ def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyP
         return hw.matmul(hw.matmul(x, x), x)
 
     assert isinstance(product, Fusion)
-    with pytest.raises(ProgramError, match="is freed before its memory is planned"):
+    with pytest.raises(ProgramError, match="is deallocated before plan_memory"):
         pipeline.lower(product, hw.Options())

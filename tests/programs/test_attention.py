@@ -251,13 +251,13 @@ def test_what_has_no_kernel_is_composed() -> None:
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "causal": (
         lambda q: hw.attention(q, q, q, "left"),
-        r'causal=\'left\' is none of None, "top_left" and "bottom_right"; write one of them',
+        r'causal=\'left\' is not one of None, "top_left" and "bottom_right"; write one of them',
     ),
     "window": (
         lambda q: hw.attention(q, q, q, window=4),
-        r"window=4 is no number of columns before a diagonal; pass causal=, and 1 or more",
+        r"window=4 must be an int of at least 1, together with causal=",
     ),
-    "no window": (lambda q: hw.attention(q, q, q, "top_left", 0), "window=0 is no number of columns before a diagonal"),
+    "no window": (lambda q: hw.attention(q, q, q, "top_left", 0), "window=0 must be an int of at least 1"),
     "heads": (lambda q: hw.attention(q, q[:, :2], q[:, :2]), "differ in their heads; use enable_gqa=True for groups of heads"),
     "lengths": (
         lambda q: hw.attention(q, q, q, lengths=hw.iota(q, "S")),
@@ -301,8 +301,8 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
         ("attention %q, %k, %q scaled 1.0 -> %y", "with or without B, and G a divisor of H: reshape them"),
         ("attention %q, %k, %k scaled 1.0 -> %z", "%z is bf16[2, 2, T, 8], not bf16[2, 4, S, 8]"),
         ("attention %q, %k, %k scaled 1.0 lengths %q -> %y", "%q is bf16[2, 4, S, 8], not i32[2], as lengths are, without gaps"),
-        ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "it is of bottom_right, with lengths, or of none"),
-        ("attention %q, %k, %k scaled 1.0 window 4 -> %y", "a window of 4: it is a number of columns before a diagonal, at least 1"),
+        ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "write bottom_right with lengths, or remove it"),
+        ("attention %q, %k, %k scaled 1.0 window 4 -> %y", "window 4: write an int of at least 1, and a diagonal"),
         ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], not f32[2, 4, S], as lse is"),
         ("attention %q, %k, %k scaled 1.0 -> %y lse %z, %u", "lse is one buffer: name one"),
         ("attention %q, %k, %k scaled 1.0 lengths %q, %k -> %y", "lengths are one buffer: name one"),

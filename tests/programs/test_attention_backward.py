@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "output": (lambda q, lse: hw.attention_backward(q, q, q, lse, q, lse), r"output is f32\[B, 4, S\], not bf16\[B, 4, S, 16\]"),
     "gradient": (
         lambda q, lse: hw.attention_backward(q, q, q, q, q[:1], lse),
-        r"output_gradient is bf16\[1, 4, S, 16\], not bf16\[B, 4, S, 16\]; pass what attention gave, or its gradient",
+        r"output_gradient is bf16\[1, 4, S, 16\], not bf16\[B, 4, S, 16\]; pass the result of attention, or its gradient",
     ),
     "lse": (lambda q, lse: hw.attention_backward(q, q, q, q, q, q), r"lse is bf16\[B, 4, S, 16\], not f32\[B, 4, S\]"),
 }
@@ -131,7 +131,10 @@ def test_mistakes_in_fusion_ir(operands: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("operands", "why"),
     [
-        ("%q, %q, %q, %q, %q, %l scaled 1.0 -> %k, %a, %b", "%k is bf16[2, 4, S, 8], and %q bf16[2, 2, S, 8]: a gradient has the shape"),
+        (
+            "%q, %q, %q, %q, %q, %l scaled 1.0 -> %k, %a, %b",
+            "%k is bf16[2, 4, S, 8], and %q bf16[2, 2, S, 8]: a gradient must have the shape",
+        ),
         ("%q, %q, %q, %q, %q, %m scaled 1.0 -> %a, %b, %c", "%m is f32[2, 4, S], not f32[2, 2, S], as lse is, without gaps"),
     ],
 )

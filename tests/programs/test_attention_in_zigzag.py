@@ -204,5 +204,5 @@ def test_what_is_refused() -> None:
         lower(of_lengths, hw.Options())
     with pytest.raises(ProgramError, match=f"{place} there are T keys for S of them; shard the rows in order, as S@cp"):
         lower(of_others, hw.Options())
-    with pytest.raises(ArgumentError, match=r"\(S = 6\) cannot be shared evenly by 2 ranks along cp in two pieces each; pad it to 8"):
+    with pytest.raises(ArgumentError, match=r"\(S = 6\) cannot be divided evenly by 2 ranks along cp in two pieces each; pad it to 8"):
         compiled(causal("zigzag(cp)", 2)).run(*(np.zeros((6, 8, 64), ml_dtypes.bfloat16) for _ in range(3)))

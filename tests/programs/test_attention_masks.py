@@ -214,10 +214,10 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
     [
         ("bias %q", "%q: a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S], whose dims before the last one may be 1 or missing"),
         ("bias %b, %b", "bias is one buffer: name one"),
-        ("bias %t", "the elements of a row of %t do not lie side by side: copy it to a buffer of its own first"),
+        ("bias %t", "the elements of a row of %t are not contiguous: copy it to a contiguous buffer first"),
         ("offsets %b", "%b: offsets of bf16[2, 4, S, S] are not i32[2, N + 1], where each of N sequences begins"),
         ("offsets %o, %o", "offsets are one buffer: name one"),
-        ("bias %b offsets %o", "sequences that are packed have no lengths and no bias: leave one of them out"),
+        ("bias %b offsets %o", "packed sequences support neither lengths nor a bias: remove one of them"),
     ],
 )
 def test_mistakes_in_host_ir(text: str, why: str) -> None:
@@ -231,10 +231,13 @@ def test_mistakes_in_host_ir(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("bias %b -> %x, %y, %z dbias %u", "%u is bf16[2, 4, S, 8], and %b bf16[2, 4, S, S]: a gradient has the shape of what it is of"),
-        ("-> %x, %y, %z dbias %w", "dbias is the gradient of a bias, of which there are less: give it one, and name one"),
-        ("bias %b -> %x, %y, %z dbias %w, %v", "dbias is the gradient of a bias, of which there are less: give it one, and name one"),
-        ("kernels f32_64 -> %x, %y, %z", "kernels f32_64: of these operands they are bf16_64 or bf16_128 or bf16_256"),
+        (
+            "bias %b -> %x, %y, %z dbias %u",
+            "%u is bf16[2, 4, S, 8], and %b bf16[2, 4, S, S]: a gradient must have the shape of its operand",
+        ),
+        ("-> %x, %y, %z dbias %w", "dbias needs one bias and one result: name one of each"),
+        ("bias %b -> %x, %y, %z dbias %w, %v", "dbias needs one bias and one result: name one of each"),
+        ("kernels f32_64 -> %x, %y, %z", "kernels f32_64: these operands need bf16_64 or bf16_128 or bf16_256"),
     ],
 )
 def test_mistakes_of_gradients_in_host_ir(text: str, why: str) -> None:

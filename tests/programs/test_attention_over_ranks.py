@@ -155,7 +155,7 @@ def test_mistake_in_host_ir() -> None:
     from hostweave.host_ir.verify import verify_host
 
     head = "host @f(%q: bf16[2, 4, S, 8]) -> (%y: bf16[2, 4, S, 8]) mesh(x=1)"
-    with pytest.raises(ProgramError, match="blind ones: a row that sees nothing gets zeros, or is an error"):
+    with pytest.raises(ProgramError, match="blind ones: write blind zeros, or remove it"):
         verify_host(HostProgram.parse(f"{head} {{\n  attention %q, %q, %q scaled 1.0 blind ones -> %y\n}}\n"))
 
 

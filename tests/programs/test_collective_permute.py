@@ -110,5 +110,5 @@ def test_blocks_that_ranks_cannot_share() -> None:
     def program(x):
         return hw.collective_permute(x, 0, [1, 0])
 
-    with pytest.raises(hw.base.errors.ArgumentError, match="cannot be shared evenly by 2 ranks along x; pad it to 6"):
+    with pytest.raises(hw.base.errors.ArgumentError, match="cannot be divided evenly by 2 ranks along x; pad it to 6"):
         hw.compile(program).run(x=np.ones((5, 2), np.float32))

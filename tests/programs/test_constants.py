@@ -75,7 +75,7 @@ def test_each_dtype(dtype: hw.DType, value: float, wanted: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
-    "unknown": (lambda x: hw.zeros("Q"), "zeros: no input has a dim Q, so nothing tells its size; give it to an input, or write an int"),
+    "unknown": (lambda x: hw.zeros("Q"), "zeros: no input has a dim Q, so its size is unknown; add it to an input, or write an int"),
     "unknown end": (lambda x: hw.arange("Q"), "arange: no input has a dim Q"),
     "sharding": (lambda x: hw.zeros(("M@x",)), "zeros: not a size: 'M@x'"),
     "empty": (lambda x: hw.zeros(0), "zeros: a dim has at least one element, not 0"),
@@ -86,12 +86,12 @@ REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
     "range": (lambda x: hw.full(2, 300, hw.u8), "full: u8 has no 300; give an int from 0 to 255"),
     "infinite": (lambda x: hw.full(2, float("nan"), hw.i32), "full: i32 has no nan"),
     "two": (lambda x: hw.full(2, 2, hw.bool_), "full: bool has no 2; give an int from 0 to 1"),
-    "tensor": (lambda x: hw.full(2, hw.sum(x)), "full: Tensor(f32[]) is no Python number; use hw.broadcast_to on a tensor"),
+    "tensor": (lambda x: hw.full(2, hw.sum(x)), "full: Tensor(f32[]) is not a Python number; use hw.broadcast_to on a tensor"),
     "dtype": (lambda x: hw.ones(2, float), "ones: <class 'float'> is not a dtype; use hw.f32, hw.bf16 and the like"),
     "no numbers": (lambda x: hw.arange(3, 3), "arange: of the numbers from 3 to before 3 by 1 there is none"),
     "no size": (lambda x: hw.arange(0, "M", -1), "by -1 their number cannot be written as a size; count up from 0 and compute"),
     "start": (lambda x: hw.arange("M", "N"), "arange: start='M', step=1: both are ints"),
-    "bools": (lambda x: hw.arange(3, dtype=hw.bool_), "arange: a vector of bools counts nothing"),
+    "bools": (lambda x: hw.arange(3, dtype=hw.bool_), "arange: dtype bool is not supported"),
 }
 
 

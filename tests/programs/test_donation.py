@@ -476,12 +476,12 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
         check_host(unwritten)
     for wrong, message in {
         "%sum: f32[] in %x": r"%x is f32\[S\]: give them the same dims",
-        "%sum: f32[] in %sum": "an output lies in the memory of an input: name one of",
+        "%sum: f32[] in %sum": "`in` must name an input: write one of",
     }.items():
         with pytest.raises(ProgramError, match=message):
             verify_host(HostProgram.parse(text.replace("%sum: f32[])", f"{wrong})")))
     twice = text.replace("%sum: f32[])", "%sum: f32[S] in %x)")
-    with pytest.raises(ProgramError, match=r"another output is there: name an input for each"):
+    with pytest.raises(ProgramError, match=r"another output uses the same input: name a separate input for each"):
         verify_host(HostProgram.parse(twice))
     with pytest.raises(ProgramError, match=r"%x is an input and may not be written"):
         verify_host(HostProgram.parse(text.replace("-> %y\n", "-> %x\n")))
@@ -532,7 +532,7 @@ REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
     "not written": (
         "  launch @twice %x -> %y\n}",
         "}",
-        r"returned %fn_y reads %fn_y before anything wrote bytes .* of %out: write them first",
+        r"returned %fn_y reads %fn_y before bytes .* of %out is written: write them first",
     ),
 }
 
@@ -549,7 +549,7 @@ def test_a_function_reads_what_was_overwritten(name: str) -> None:
 
 X, Y = hw.f32["M", "N"], hw.f32["M@x", "N"]
 REFUSED: dict[str, tuple[Any, Traced, str]] = {
-    "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is no input; one of x, y"),
+    "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is not an input; one of x, y"),
     "twice": (("x", "x"), lambda x, y: x + y, "donate: x is named twice; name it once"),
     "none fits": (
         ("x",),
@@ -560,7 +560,7 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
     "several": (
         ("x",),
         lambda x, y: (x + y, x - y),
-        'results 0 and 1 are of f32\\[M, N\\] and computed from x; say which by donate={"x": 0',
+        'results 0 and 1 are of f32\\[M, N\\] and computed from x; choose one: donate={"x": 0',
     ),
     "of another type": ({"x": 1}, lambda x, y: (x + y, hw.sum(x)), "donate: result 1 is not of f32\\[M, N\\], as x is; those that are: 0"),
 }
@@ -593,7 +593,7 @@ def test_a_result_is_chosen_by_its_number() -> None:
         return x + y, x - y
 
     assert swapped.donated == ("y", "x")
-    with pytest.raises(ProgramError, match=r"is returned in %z, which is no input|%z is used before it is defined"):
+    with pytest.raises(ProgramError, match=r"is returned in %z, which is not an input|%z is used before it is defined"):
         Fusion.parse(str(swapped).replace("in %y", "in %z"))
     with pytest.raises(ProgramError, match=r"two results are returned in %x; donate an input for each"):
         Fusion.parse(str(swapped).replace("in %y", "in %x"))
@@ -607,7 +607,7 @@ SLICES: dict[str, tuple[Traced, str]] = {
     "a tensor": (lambda x, u, at: hw.dynamic_slice(x, at, (1, 2)), "give one of each for every dim"),
     "too long": (
         lambda x, u, at: hw.dynamic_slice(x, (at, 0), (5, "N")),
-        "5 elements are more than dim 0 of f32\\[4, N\\] has; take at most 4",
+        "5 elements exceed dim 0 of f32\\[4, N\\]; take at most 4",
     ),
     "no size": (lambda x, u, at: hw.dynamic_slice(x, (at, 0), ("1+", "N")), "dynamic_slice: "),
     "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int, or a tensor of ints"),
@@ -622,7 +622,7 @@ SLICES: dict[str, tuple[Traced, str]] = {
         "does not go into f32\\[4, N\\]; use hw.astype",
     ),
     "a number": (lambda x, u, at: hw.dynamic_update_slice(x, 1.0, (at, 0)), "1.0 does not go into f32\\[4, N\\]"),
-    "an update": (lambda x, u, at: hw.dynamic_update_slice(x, hw.concat([u] * 5), (at, 0)), "5 elements are more than dim 0"),
+    "an update": (lambda x, u, at: hw.dynamic_update_slice(x, hw.concat([u] * 5), (at, 0)), "5 elements exceed dim 0"),
 }
 
 
@@ -651,9 +651,9 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     fixed.flags.writeable = False
     request.addfinalizer(hw.init(hw.Threads(1)).close)
     for call in (compiled.run, compiled):
-        with pytest.raises(ArgumentError, match=r"sums: x: is donated, and cannot be written to; pass an array that can"):
+        with pytest.raises(ArgumentError, match=r"sums: x: is donated but read-only; pass a writable array"):
             call(fixed, y, z)
-    with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so that a call leaves a result in it; pass it to each call"):
+    with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so each call writes to it; pass it to each call"):
         compiled.bind(x=x)
     held = compiled.bind(z=z)  # with bound inputs
     first, _ = held(x, y)
@@ -662,9 +662,9 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
     assert held.run(x, y)[0] is x
     assert (x.tolist(), y.tolist()) == ([2.0] * 4, [-1.0] * 4)
-    with pytest.raises(ArgumentError, match=r"x and y are one array, and both are donated|y and x are one array"):
+    with pytest.raises(ArgumentError, match=r"x and y are the same array, and both are donated|y and x are the same array"):
         compiled.run(x, x, z)
-    with pytest.raises(ArgumentError, match=r"x, which is donated: x and y overlap in memory; pass an array of its own"):
+    with pytest.raises(ArgumentError, match=r"x, which is donated: x and y overlap in memory; pass separate arrays"):
         compiled(x, x, z)
     with pytest.raises(ArgumentError, match=r"which is donated: x and z overlap in memory"):
         compiled(x, y, x)

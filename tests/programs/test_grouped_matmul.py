@@ -142,7 +142,7 @@ def test_what_does_not_fit() -> None:
 
     fails("inner dims differ", w=hw.f32["E", "N", "K"])
     fails("offsets are i64", ends=hw.i64["E"])
-    fails("is no i32 for each group", ends=hw.i32["K"])
+    fails("is not an i32 for each group", ends=hw.i32["K"])
     fails("not defined for i32", x=hw.i32["T", "K"], w=hw.i32["E", "K", "N"])
     fails("are not", x=hw.f32["T", "K", 2])
     fails("differ in their rows", x=hw.f32["K", "T"], w=hw.f32["K", "N"])
@@ -187,5 +187,5 @@ def test_repeat_interleave() -> None:
     np.testing.assert_array_equal(interpret(host, {"x": x, "counts": counts})[0][host.outputs[0].name], np.repeat(x, counts, 0))
     by_number = lower(hw.fusion(x=hw.f64["M", "N"])(lambda x: hw.repeat_interleave(x, 3, axis=1)), Options())
     np.testing.assert_array_equal(interpret(by_number, {"x": x})[0][by_number.outputs[0].name], np.repeat(x, 3, 1))
-    with pytest.raises(ProgramError, match="state the largest by total="):
+    with pytest.raises(ProgramError, match="pass its upper bound as total="):
         hw.fusion(x=hw.f64[4, 3], counts=hw.i64[4])(lambda x, counts: hw.repeat_interleave(x, counts))

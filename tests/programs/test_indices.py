@@ -361,7 +361,7 @@ def test_on_gpus_the_nearest_index_is_taken(ranks: int) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
-    "axis of take": (lambda v: hw.take(v.x, v.ids), "take: f32[M, N] has 2 dims; say along which one by axis="),
+    "axis of take": (lambda v: hw.take(v.x, v.ids), "take: f32[M, N] has 2 dims; choose one by axis="),
     "float indices": (lambda v: hw.take(v.x, v.terms, 0), "index: not defined for f32; use hw.astype to a dtype that is int or uint"),
     "dims of gather": (
         lambda v: hw.gather(v.x, 0, v.places),

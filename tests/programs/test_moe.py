@@ -134,6 +134,6 @@ def test_what_does_not_fit() -> None:
             hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes=axes).ends)
 
     fails("2 ranks do not divide 5 experts", experts=5)
-    fails("tp is no axis of", axes="tp")
+    fails("tp is not an axis of", axes="tp")
     fails("not ints", ids=hw.f32["T@ep", 2])
     fails("not ints", ids=hw.i32["T@ep"])

@@ -224,7 +224,7 @@ def test_ranks_pass_and_get_none_for_what_is_elsewhere() -> None:
     ("rank", "place", "array", "error"),
     [
         (2, 1, np.empty((5, 4), np.float32), "two_stages: w1: rank 2 has nothing of f32[K, N] on mesh(x=2 of ranks 0, 1); pass None"),
-        (0, 0, None, "two_stages: x: is None, and rank 0 has a block of f32[M@x, K] on mesh(x=2 of ranks 0, 1); pass it"),
+        (0, 0, None, "two_stages: x: is None, but rank 0 has a block of f32[M@x, K] on mesh(x=2 of ranks 0, 1); pass the block"),
         (
             1,
             0,

@@ -137,8 +137,8 @@ def test_mistakes() -> None:
             hw.fusion(**given)(with_scale)
 
     fails(r"there is no scaling 'rows'; did you mean row\?", scaling="rows")
-    fails("bf16.* is no dtype of 8-bit floats; use hw.f8e4m3", dtype=hw.bf16)
-    fails("i32.* is no tensor of floats", x=hw.i32["M", 256])
+    fails("bf16.* is not a dtype of 8-bit floats; use hw.f8e4m3", dtype=hw.bf16)
+    fails("i32.* is not a tensor of floats", x=hw.i32["M", 256])
     fails(r"128 does not divide dim 1 of \[M, 200\]; pad it", scaling="block", x=hw.bf16["M", 200])
     fails("block2d needs 2; use hw.reshape", scaling="block2d", x=hw.bf16[128, 128, 128])
     fails(r"the scale is f32\[M, 2\], and .* has scales f32\[M, 1\]; pass such", s=hw.f32["M", 2])

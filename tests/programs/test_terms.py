@@ -196,10 +196,10 @@ def test_the_verifier() -> None:
     for wrong, message in (
         (
             program(body="launch @add %p, %x -> %y  all_reduce sum %y -> %y on tp"),
-            "@add adds up what several ranks have: use launch_all_reduce",
+            "@add contains an all_reduce: use launch_all_reduce",
         ),
-        (program(KERNEL.replace("(%s, %x)", "(%s, %p)")), "which nothing else of it reads"),
-        (program(KERNEL.replace("all_reduce(%p", "all_reduce(%x")), "does not begin with the all_reduce of %p"),
+        (program(KERNEL.replace("(%s, %x)", "(%s, %p)")), "and no other op may read"),
+        (program(KERNEL.replace("all_reduce(%p", "all_reduce(%x")), "must begin with the all_reduce of %p"),
         (program(KERNEL.replace("reduction=sum", "reduction=max")), "has a max of f32, and kernels add up f16, bf16, f32: use all_reduce"),
         (program(KERNEL.replace("axes=(tp)", "axes=(dp)")), "adds up along dp: use the channel along these, of up to 8 ranks"),
         (program(body=f"if rank == 0 {{ {BODY} }}"), "a collective cannot stand under `if rank == 0`"),

@@ -223,7 +223,7 @@ def test_the_name_of_a_file_is_no_code(target: str, file: str, tmp_path: Path) -
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "latin.cu"
     path.write_bytes(b"// \xff")
-    with pytest.raises(ProgramError, match=r"latin.cu: is no UTF-8; give the path of a file of CUDA C\+\+$"):
+    with pytest.raises(ProgramError, match=r"latin.cu: is not UTF-8; give the path of a file of CUDA C\+\+$"):
         one(path)
 
 
@@ -234,15 +234,15 @@ REFUSED = {
         "kernel: twice uses blockIdx, which the CPU target, where one thread runs a kernel, does not have; "
         "pass cpu= with a function for it, or walk by hw::over_grid",
     ),
-    "no function": ((GOOD, "g"), "kernel: the source has no `__global__ void g(...)`; name= is the function to launch"),
+    "no function": ((GOOD, "g"), "kernel: the source has no `__global__ void g(...)`; set name= to the function to launch"),
     "no name": ((GOOD, "f()"), "kernel: name='f()' is not the name of a C++ function"),
     "no tensor": ((GOOD, "f", 1, [hw.f32["M"], 2]), "kernel: f takes no tensor of this fusion; pass one in args"),
     "no output": ((GOOD, "f", 1, ["x"]), "kernel: f writes nothing; put the spec of an output, such as hw.f32['M'], in args"),
     "an arg": (
         (GOOD, "f", 1, ["x", None]),
-        "kernel: None is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number",
+        "kernel: None is not an argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number",
     ),
-    "number of args": ((GOOD, "f", 1, ["x", hw.f32["M"], 3]), "kernel: f takes 2 parameters, and 3 args are given"),
+    "number of args": ((GOOD, "f", 1, ["x", hw.f32["M"], 3]), "kernel: f takes 2 parameters, but 3 args are given"),
     "dtype": ((GOOD, "f", 1, ["x", hw.i32["M"]]), "kernel: `float* y` of f takes i32[M]; write int32_t*"),
     "const": (
         (GOOD.replace("const ", ""),),
@@ -256,7 +256,7 @@ REFUSED = {
         (GOOD.replace("float* y", "float* y, float* z"), "f", 1, ["x", hw.f32["M"], 2]),
         "kernel: `float* z` of f is a pointer, and its arg is 2; pass a tensor or a spec",
     ),
-    "grid": ((GOOD, "f", "Q"), "kernel: Q is no dim of the tensors of f; theirs are M"),
+    "grid": ((GOOD, "f", "Q"), "kernel: Q is not a dim of the tensors of f; theirs are M"),
     "dim": ((GOOD, "f", "M@"), "kernel: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
 }
 
@@ -272,7 +272,7 @@ def test_refused(case: str) -> None:
 def test_launch_of_threads_and_blocks() -> None:
     with pytest.raises(ProgramError, match=r"kernel: block=2048 is 1 to 1024 threads, per=1 at least 1, grid a dim or more$"):
         one(GOOD, block=2048)
-    with pytest.raises(ProgramError, match=r"kernel: the source for the CPU has no `void f\(...\)`; it takes the same parameters$"):
+    with pytest.raises(ProgramError, match=r"kernel: the source for the CPU has no `void f\(...\)`; define it with the same parameters$"):
         one(GOOD, cpu="void g() {}")
     with pytest.raises(
         ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can walk it; stream a tensor before it$"
@@ -320,7 +320,7 @@ def test_outputs_are_where_the_tensors_are() -> None:
     assert scaled(lambda spec: spec.on(here)) == scaled(lambda spec: spec)
     with pytest.raises(
         ProgramError,
-        match=r"kernel: f32\[M@x, N\] on mesh\(x=2 of ranks 0, 3\): what it writes is where its tensors are, on mesh\(x=2 of ranks 1, 2\); "
-        r"leave \.on out, and reshard that$",
+        match=r"kernel: f32\[M@x, N\] on mesh\(x=2 of ranks 0, 3\): outputs are on the mesh of its tensors, mesh\(x=2 of ranks 1, 2\); "
+        r"remove \.on, and reshard the output$",
     ):
         scaled(lambda spec: spec.on(there))

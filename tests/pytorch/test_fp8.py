@@ -107,7 +107,7 @@ def test_mistakes() -> None:
         with pytest.raises(ProgramError, match=message):
             hostweave.torch.compile(module, hw.Mesh(tp=2), plan, (x,), fp8=fp8)
 
-    fails("the plan states the weight of no linear", "row", {})
+    fails("the plan has no weight of a linear", "row", {})
     fails("there is no scaling 'rows'; did you mean row", "rows")
     fails('fp8: "gate" matches none of the linears', {"gate": "row"})
     fails("fp8=3 is neither one of row, tensor, block nor a dict of names", 3)

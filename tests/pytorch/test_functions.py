@@ -90,11 +90,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "another word": (lambda x, w: torch.index_add(x, 0, w, x), "torch.index_add: .*; use hw.scatter_add"),
     "a constant": (
         lambda x, w: torch.add(x, torch.ones(8)),
-        r"torch.add: a torch.Tensor of shape \(8,\) is no tensor of the fusion; make",
+        r"torch.add: a torch.Tensor of shape \(8,\) is not a tensor of the fusion; make",
     ),
     "an operator": (
         lambda x, w: torch.ones(8) + x,
-        r"torch.add: a torch.Tensor of shape \(8,\) is no tensor of the fusion",
+        r"torch.add: a torch.Tensor of shape \(8,\) is not a tensor of the fusion",
     ),
     "dropout": (lambda x, w: F.dropout(x), "dropout with p=0.5 in a module that trains is not supported in a forward program"),
     "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),

@@ -68,12 +68,12 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "no such axis": ({"up.weight": "dp, -"}, r"""plan: "up.weight": "dp, -": mesh\(tp=2\) has no axis 'dp'; its axes: tp"""),
     "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp shards two dims; it can shard one'),
     "no text": ({"up.weight": 0}, r'plan: "up.weight": 0 is neither text such as "tp, -" nor a ParallelStyle of torch'),
-    "style of an activation": ({"act": ColwiseParallel()}, "plan: act is a ReLU, and ColwiseParallel is for Linear and Embedding"),
+    "style of an activation": ({"act": ColwiseParallel()}, "plan: act is a ReLU, but ColwiseParallel supports only Linear and Embedding"),
     "unknown style": (
         {"up": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())},
         "plan: up: PrepareModuleOutput is not supported; use ColwiseParallel, ",
     ),
-    "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, and 3 are stated; write one of an axis and - for each dim"),
+    "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, but 3 are stated; write an axis or - for each dim"),
     "input": ({"x": "-"}, 'plan: "x" states 1 dims, and x has 2'),
 }
 
@@ -123,7 +123,7 @@ def test_module(forward: Callable[..., Any], message: str) -> None:
 
 
 COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
-    "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is no torch.nn.Module; pass the module"),  # type: ignore[arg-type]
+    "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is not a torch.nn.Module; pass the module"),  # type: ignore[arg-type]
     "no inputs": (lambda: compiled(inputs=()), "example_inputs is empty; pass the arguments of one call"),
     "wrong shape": (lambda: compiled(inputs=(torch.ones(4, 9),)), "(?s)Layer: torch.export: .*pass example_inputs that the module takes"),
     "too many": (lambda: compiled(inputs=(X, None, X)), "(?s)Layer: torch.export: "),
@@ -131,7 +131,7 @@ COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh": (lambda: compiled(mesh=2), "mesh=2 is neither an hw.Mesh nor a DeviceMesh with mesh_dim_names; write hw.Mesh"),
     "two axes": (
         lambda: compiled({"up": ColwiseParallel()}, mesh=hw.Mesh(a=2, b=2)),
-        r'plan: "up": a ParallelStyle is of one mesh axis, and mesh\(a=2, b=2\) has 2; name one of them tp',
+        r'plan: "up": a ParallelStyle needs one mesh axis, but mesh\(a=2, b=2\) has 2; name one of them tp',
     ),
     "dropout": (
         lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train()),
@@ -139,7 +139,7 @@ COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "compiled before": (
         lambda: hostweave.torch.compile(compiled(), hw.Mesh(tp=2), {}, (X,)),
-        "the module is compiled already; pass the module that it was compiled of",
+        "the module is already compiled; pass the original module",
     ),
 }
 
@@ -156,8 +156,8 @@ def layer() -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "too few": (lambda c: c(X), "Layer: the arguments have another structure than example_inputs; pass as many"),
-    "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; call it likewise"),
+    "too few": (lambda c: c(X), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
+    "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; use the same ones"),
     "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile; compile it again"),
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted.*; or compile for sizes that change, with dynamic_shapes=$"),
@@ -185,11 +185,11 @@ def test_a_module_that_was_changed_is_refused() -> None:
     program = compiled(module=module)
     with torch.no_grad():
         module.train()
-        with pytest.raises(ArgumentError, match=r"Layer: was compiled for eval\(\) and is changed; compile it again"):
+        with pytest.raises(ArgumentError, match=r"Layer: the mode has changed from eval\(\); compile it again"):
             program(X)
         module.eval()
         module.up.weight = nn.Parameter(torch.zeros(16, 8))
-        with pytest.raises(ArgumentError, match=r"Layer: up\.weight is another tensor than at compile; compile again, or copy_ into"):
+        with pytest.raises(ArgumentError, match=r"Layer: up\.weight is another tensor than at compile; compile again, or use copy_ on"):
             program(X)
 
 
@@ -236,8 +236,8 @@ def in_a_group(call: Callable[[int], Any], ranks: int = 2) -> Any:
 
 MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a tensor as inputs": (lambda c, op: compiled(inputs=X), r"compile: example_inputs is a tensor; pass .* as a tuple: \(x,\)"),
-    "a list as plan": (lambda c, op: compiled([("up", "tp, -")]), r"compile: plan=\[\('up', 'tp, -'\)\] is no dict of names; write"),
-    "a number as pattern": (lambda c, op: compiled({3: "tp, -"}), r"compile: plan=\{3: 'tp, -'\} is no dict of names; write"),
+    "a list as plan": (lambda c, op: compiled([("up", "tp, -")]), r"compile: plan=\[\('up', 'tp, -'\)\] is not a dict of names; write"),
+    "a number as pattern": (lambda c, op: compiled({3: "tp, -"}), r"compile: plan=\{3: 'tp, -'\} is not a dict of names; write"),
     "options": (
         lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), options={"streams": 2}),  # type: ignore[arg-type]
         r"layer: options must be hw.Options, got dict; write hw.Options\(streams=4\)",
@@ -246,7 +246,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), target="gpu"),
         "layer: no target 'gpu'; the targets are cpu and cuda",
     ),
-    "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is no torch.nn.Module; pass the module, not its"),
+    "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is not a torch.nn.Module; pass the module, not its"),
     "arrays of NumPy": (
         lambda c, op: compiled(inputs=(X.numpy(),)),
         "(?s)Layer: torch.export: .*pass example_inputs that the module takes",
@@ -260,13 +260,13 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda c, op: in_a_group(lambda rank: c(X, 2.0)),
         r"layer: x: expected f32\[2, 8\], got f32\[4, 8\]",
     ),
-    "no program": (lambda c, op: as_torch_op(product, "a::b"), "as_torch_op: .* is no compiled program; pass hw.compile"),
-    "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not a name of an op; write it with a namespace"),  # type: ignore[arg-type]
+    "no program": (lambda c, op: as_torch_op(product, "a::b"), "as_torch_op: .* is not a compiled program; pass hw.compile"),
+    "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not an op's name; write it with a namespace"),  # type: ignore[arg-type]
     "a name with a dash": (
         lambda c, op: as_torch_op(PRODUCT, "my-lib::product"),
         "as_torch_op: 'my-lib::product' is not a name of an op; ",
     ),
-    "donated": (lambda c, op: as_torch_op(hw.compile(updated), "a::updated"), "as_torch_op: updated donates x; an op of torch does not"),
+    "donated": (lambda c, op: as_torch_op(hw.compile(updated), "a::updated"), "as_torch_op: updated donates x; a torch op cannot"),
     "dtype of an op": (lambda c, op: op(X.double(), W), r"product: x: expected f32\[M, K\], got f64\[4, 8\]; cast it, or compile for f64"),
     "dims of an op": (lambda c, op: op(X[0], W), r"product: x: expected f32\[M, K\], got f32\[8\]; pass an array of 2 dims"),
     "sizes of an op": (lambda c, op: op(X, W[:5]), "product: w: K is 5 here and 8 in x; pass arrays that agree"),

@@ -214,7 +214,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(dict(optimizers[0].state[one]), dict(optimizers[1].state[other]), rtol=1e-3, atol=1e-5)
     assert scalers[0].get_scale() == 2.0**14  # down twice, up twice
-    with pytest.raises(ProgramError, match=r"scaler: 2\.0 is no torch\.amp\.GradScaler; pass one, or leave scaler= out"):
+    with pytest.raises(ProgramError, match=r"scaler: 2\.0 is not a torch\.amp\.GradScaler; pass one, or leave scaler= out"):
         compiled(module, optimizers[0], ranks, scaler=2.0)
 
 
@@ -223,7 +223,7 @@ def test_state_from_before() -> None:
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(ProgramError, match="the first step of SGD computes with other ops than the next ones; make one step before"):
+    with pytest.raises(ProgramError, match="the first step of SGD uses other ops than later steps; run one step before"):
         compiled(module, optimizer)
     module(torch.randn(4, 8)).backward()
     optimizer.step()
@@ -251,7 +251,7 @@ class Chooses(Lion):
 REFUSED: dict[str, tuple[Make, str]] = {
     "closure": (lambda of: torch.optim.LBFGS(of), "step of LBFGS is not recorded: TypeError: .*closure.*; leave optimizer= out"),
     "by values": (lambda of: Chooses(of), "the step of Chooses is not recorded: .*; leave optimizer= out"),
-    "several": (lambda of: 0.1, "0.1 is no torch.optim.Optimizer; pass one that has the parameters"),
+    "several": (lambda of: 0.1, "0.1 is not a torch.optim.Optimizer; pass one that has the parameters"),
 }
 
 
@@ -264,15 +264,15 @@ def test_what_is_refused(make: Make, message: str) -> None:
 
 def test_options_of_a_step() -> None:
     module = Mlp()
-    with pytest.raises(ProgramError, match="clip_grad_norm=, accumulate= and scaler= are of a step; pass optimizer=, too"):
+    with pytest.raises(ProgramError, match="clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too"):
         compiled(module, None, training=True, clip_grad_norm=1.0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ProgramError, match="accumulate=0 is no number of calls; pass an int from 1 on"):
+    with pytest.raises(ProgramError, match="accumulate=0 is not a number of calls; pass an int of at least 1"):
         compiled(module, optimizer, accumulate=0)
-    with pytest.raises(ProgramError, match="clip_grad_norm=-1 is no norm; pass a number above 0"):
+    with pytest.raises(ProgramError, match="clip_grad_norm=-1 is not a norm; pass a number above 0"):
         compiled(module, optimizer, clip_grad_norm=-1)
     optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ProgramError, match="it has hooks of its step, which a program does not call; remove them"):
+    with pytest.raises(ProgramError, match="hooks on its step are not supported; remove them"):
         compiled(module, optimizer)
 
 

@@ -91,7 +91,7 @@ def test_module(written: Callable[..., Any], message: str) -> None:
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "fight": ({"up.weight": "dp, -", "*.weight": "-, dp"}, 'plan: up.weight is sharded as "dp, -" by "up.weight" and as "-, dp" by '),
     "nothing": ({"upp.weight": "dp, -"}, 'plan: "upp.weight" matches none of the parameters, inputs or modules; did you mean up.weight'),
-    "result": ({"up": "dp, -, -"}, "plan: up returns 2 dims, and 3 are stated; write one of an axis and - for each dim"),
+    "result": ({"up": "dp, -, -"}, "plan: up returns 2 dims, but 3 are stated; write an axis or - for each dim"),
 }
 
 
@@ -114,7 +114,7 @@ def optimized(make: Callable[[list[nn.Parameter]], Any]) -> Any:
 OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
     "too few": (
         lambda of: torch.optim.AdamW(of[:1]),
-        "optimizer: up.bias requires grad, and the optimizer does not have it; add it, or freeze",
+        "optimizer: up.bias requires grad, but is not in the optimizer; add it, or freeze",
     ),
 }
 
@@ -192,23 +192,23 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "twice derived": (
         derivative_of_a_gradient,
-        "Layer: a derivative of the backward program is not compiled; .* without create_graph=True",
+        "Layer: second derivatives are not compiled; .* without create_graph=True",
     ),
     "written": (written_before_backward, "Layer: a parameter or an argument was written to after the call, and .*; call backward before"),
     "argument": (
         gradient_of_an_argument,
-        r"Layer: x requires grad, and did not at compile; compile with example_inputs that .*, or detach",
+        r"Layer: x requires grad, but did not at compile; compile with example_inputs that .*, or detach",
     ),
-    "frozen": (frozen, "Layer: down.weight has requires_grad=False, and had True at compile; compile it again"),
+    "frozen": (frozen, "Layer: down.weight has requires_grad=False, but had True at compile; compile it again"),
     "replaced": (
         replaced,
-        "Layer: (up|down).weight is another tensor than at compile; compile again, or copy_ into the tensor that was there",
+        "Layer: (up|down).weight is another tensor than at compile; compile again, or use copy_ on the original tensor",
     ),
-    "evaluated": (evaluated, r"Layer: was compiled for train\(\) and is changed; compile it again"),
+    "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
     "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted.*; or compile once for each size$"),
     "captured": (lambda call: call.capture(X), r"Layer: capture: is compiled for training, .*; pass options=hw.Options\(graph="),
-    "structure": (lambda call: call(X, 2.0), "Layer: the arguments have another structure than example_inputs; pass as many"),
+    "structure": (lambda call: call(X, 2.0), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
 }
 
 

@@ -146,7 +146,7 @@ def test_it_is_a_module() -> None:
     assert keys.sum() == 2 * 7 * 4
     with pytest.raises(AttributeError, match="nothing"):
         _ = model.nothing
-    with pytest.raises(ArgumentError, match="the module has none; pass a model of transformers"):
+    with pytest.raises(ArgumentError, match="the module has no generate; pass a transformers model"):
         model.generate(torch.ones(1, 2))
 
 

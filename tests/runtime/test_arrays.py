@@ -122,13 +122,13 @@ def test_torch_tensors_without_memory_of_their_own() -> None:
     with torch.no_grad():
         local = torch.zeros(4, 4).bfloat16()
         for given in (Wrapper(), FakeTensorMode().from_tensor(local), torch._to_functional_tensor(local)):
-            message = f"it is a {type(given).__name__} without memory of its own; pass a torch.Tensor that holds the values"
+            message = f"it is a {type(given).__name__} without memory; pass a torch.Tensor with the values"
             assert message_of(x=given) == f"ag_matmul: x: {message}"
         torch.vmap(lambda x: wrapped.append(message_of(x=x)) or x)(torch.zeros(2, 8, 4).bfloat16())
         given = distributed(DTensor, local)
-    assert wrapped == ["ag_matmul: x: it is a Tensor without memory of its own; pass a torch.Tensor that holds the values"]
-    assert message_of(x=given) == "ag_matmul: x: it is a DTensor, of which this rank holds a part; pass .to_local()"
-    assert message_of(x=torch._neg_view(local)) == "ag_matmul: x: its elements are yet to be negated; call .resolve_neg()"
+    assert wrapped == ["ag_matmul: x: it is a Tensor without memory; pass a torch.Tensor with the values"]
+    assert message_of(x=given) == "ag_matmul: x: it is a DTensor, which is distributed; pass .to_local()"
+    assert message_of(x=torch._neg_view(local)) == "ag_matmul: x: its negation is pending; call .resolve_neg()"
 
 
 def distributed(kind: Any, local: Any) -> Any:
@@ -176,7 +176,7 @@ def test_any_library_with_dlpack() -> None:
 
 def test_a_library_whose_dlpack_cannot_pass_the_dtype() -> None:
     message = message_of(x=Exporter(X.astype(BF16)))
-    assert message.startswith("ag_matmul: x: its library's DLPack cannot pass it on (")
+    assert message.startswith("ag_matmul: x: its library's DLPack fails (")
     assert message.endswith("); pass a NumPy, PyTorch, CuPy or JAX array")
 
 

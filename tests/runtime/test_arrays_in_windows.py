@@ -113,7 +113,7 @@ def test_the_ir_says_it() -> None:
     elsewhere = str(host).replace("%v: f32[K@x, K] in window)", "%v: f32[K@x, K])")
     with pytest.raises(ProgramError) as caught:
         hw.compile(HostProgram.parse(elsewhere))
-    assert "%v lies in no window, and @layer takes %w in one: allocate it there" in str(caught.value)
+    assert "%v is not in a window, but @layer takes %w in one: use allocate_window" in str(caught.value)
     assert not program.host.windows
 
 
@@ -212,11 +212,11 @@ def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError)
 WRONG = {
     "a name": (
         lambda group: group.empty("ab", hw.f32),
-        "shape='ab' is no tuple of ints of at least 0; give the shape of this rank's array",
+        "shape='ab' is not a tuple of ints of at least 0; give the shape of this rank's array",
     ),
-    "a part": (lambda group: group.empty((2, -1), hw.f32), "shape=(2, -1) is no tuple of ints of at least 0"),
-    "nothing": (lambda group: group.empty(None, hw.f32), "shape=None is no tuple of ints of at least 0"),
-    "a dtype of NumPy": (lambda group: group.empty(3, np.float32), "is no dtype of Hostweave; give hw.f32, hw.bf16 or another one"),
+    "a part": (lambda group: group.empty((2, -1), hw.f32), "shape=(2, -1) is not a tuple of ints of at least 0"),
+    "nothing": (lambda group: group.empty(None, hw.f32), "shape=None is not a tuple of ints of at least 0"),
+    "a dtype of NumPy": (lambda group: group.empty(3, np.float32), "is not a dtype of Hostweave; give hw.f32, hw.bf16 or another one"),
     "a target": (lambda group: group.empty(3, hw.f32, target="rocm"), "there is no target 'rocm'; the targets are cpu and cuda"),
 }
 
@@ -244,7 +244,7 @@ def test_what_was_compiled_for_windows_gets_them() -> None:
     fusion = shared(2)[0]
     program = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "h")))
     plain = [np.zeros((size // 2, K), "f4") for size in (M, K, K)]
-    remedy = "lies in no window, and the program was compiled for one that does; pass an array of group.empty"
+    remedy = "is not in a window, but the program was compiled for one in a window; pass an array of group.empty"
     assert f"shared: x: {remedy}" in message_of(2, lambda group: program(*plain))
     told = message_of(2, lambda group: program(group.empty(plain[0].shape, hw.f32), *plain[1:]))
     assert f"shared: out=: h: {remedy}" in told
@@ -255,7 +255,7 @@ def test_what_was_compiled_for_windows_gets_them() -> None:
     )
     with pytest.raises(ProgramError, match="shared: Options: windows: there is no input or output z; leave it out"):
         hw.compile(fusion, options=hw.Options(windows=("z",)))
-    with pytest.raises(ProgramError, match=r"Options: windows='x' is no tuple of names; write windows=\(\"x\",\)"):
+    with pytest.raises(ProgramError, match=r"Options: windows='x' is not a tuple of names; write windows=\(\"x\",\)"):
         hw.Options(windows="x")  # type: ignore[arg-type]
 
 
@@ -263,5 +263,5 @@ def test_communicators_of_the_application() -> None:
     group = hw.init(hw.Communicators({}, 0, 2), group="adopted")
     with pytest.raises(ArgumentError) as caught:
         group.empty(3, hw.f32)
-    assert str(caught.value) == ("group.empty: ranks with communicators of the application exchange no messages; make the group by hw.init")
+    assert str(caught.value) == ("group.empty: hw.Communicators has no store; create the group by another provider")
     group.close()

@@ -75,13 +75,13 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "unknown, near": (lambda p: p.bind(ww=W), r"affine: bind: ww: no such input; did you mean w\?"),
     "twice": (
         lambda p: p.bind(w=W).bind(w=W),
-        "affine: bind: w: is bound already; leave it out, or bind the program that has it not bound",
+        "affine: bind: w: is bound already; omit it, or bind the original program",
     ),
     "again": (
         lambda p: p.bind(w=W).run(X, b=B, w=W),
-        "affine: argument w is bound; leave it out, or call the program that has it not bound",
+        "affine: argument w is bound; omit it, or call the program without this binding",
     ),
-    "too many": (lambda p: p.bind(w=W).run(X, B, W), r"affine: 3 arrays by position, and there are 2 inputs; the program takes x: .*, b: "),
+    "too many": (lambda p: p.bind(w=W).run(X, B, W), r"affine: 3 positional arrays for 2 inputs; the program takes x: .*, b: "),
     "missing": (lambda p: p.bind(w=W).run(X), "affine: missing argument b; the program takes x: .*, b: "),
     "fixed size": (
         lambda p: p.bind(w=W[:, :5]),
@@ -124,7 +124,7 @@ def test_what_only_a_rank_can_tell() -> None:
         return messages
 
     for strided, whole in threads.run(on_rank):
-        assert "w: is not contiguous, and a call copies nothing; pass a contiguous copy" in strided
+        assert "w: is not contiguous, but calls do not copy; pass a contiguous copy" in strided
         assert "w: rank" in whole or "w: expected" in whole or "rank 1 cannot go on" in whole
 
 

@@ -241,13 +241,13 @@ def test_channels_are_made_once_and_freed() -> None:
         (lambda: ALONE(), "alone: takes 1 arrays (x: f32[M, K]), not 0"),
         (lambda: ALONE(X.astype(np.float64)), "alone: x: expected f32[M, K], got f64[16, 8]; cast it, or compile for f64"),
         (lambda: ALONE(X[0]), "alone: x: expected f32[M, K], got f32[8]; pass an array of 2 dims"),
-        (lambda: ALONE(X.T), "alone: x: is not contiguous, and a call copies nothing; pass a contiguous copy"),
+        (lambda: ALONE(X.T), "alone: x: is not contiguous, but calls do not copy; pass a contiguous copy"),
         (lambda: ALONE([1.0]), "alone: x: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"),
         (lambda: ALONE(X, stream=0), "alone: stream= is for the target cuda; on the CPU a call returns when it is done"),
         (lambda: ALONE(X, out=np.empty(7, np.float32)), "alone: out=: y: expected the local shape [8], got [7]"),
         (
             lambda: ALONE(X, out=np.broadcast_to(np.float32(0), 8)),
-            "alone: y: is not contiguous, and a call copies nothing; pass a contiguous copy",
+            "alone: y: is not contiguous, but calls do not copy; pass a contiguous copy",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group = hw.init(Here())
     y = np.empty(8, np.float32)
     y.flags.writeable = False
-    with pytest.raises(ArgumentError, match=r"^alone: out=: y: cannot be written to; pass another array, or leave out= away$"):
+    with pytest.raises(ArgumentError, match=r"^alone: out=: y: is read-only; pass a writable array, or omit out=$"):
         ALONE(X, out=y)
     group.close()
 
@@ -314,7 +314,7 @@ def test_outputs_that_overlap(library: str) -> None:
         with pytest.raises(ArgumentError) as caught:
             program(*arrays[:2], out=tuple(arrays[2:]))
         both = (" and ".join(overlap), " and ".join(reversed(overlap)))
-        assert str(caught.value) in [f"pair: out=: {names} overlap in memory; pass an array of its own" for names in both]
+        assert str(caught.value) in [f"pair: out=: {names} overlap in memory; pass separate arrays" for names in both]
     nothing = [given(part(at, 0, 2)) for at in (0, 0, 0, 0)]
     program(*nothing[:2], out=tuple(nothing[2:]))  # empty arrays do not overlap
     group.close()
@@ -334,7 +334,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
 
     def rank(rank: int) -> np.ndarray:
         if names is not None:
-            with pytest.raises(ArgumentError, match=rf"^twice: out=: {names} overlap in memory; pass an array of its own$"):
+            with pytest.raises(ArgumentError, match=rf"^twice: out=: {names} overlap in memory; pass separate arrays$"):
                 TWICE(x_of(rank), out=out_of(rank, apart))
         return TWICE(x_of(rank), out=apart[rank])  # the group still works
 

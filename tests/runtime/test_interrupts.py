@@ -235,4 +235,4 @@ def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path:
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()
     assert hang == "hang: 0", done.stdout + done.stderr
-    assert {*said} == {"done", "programs ran before this process was forked and cannot run in it; start processes by spawn"}
+    assert {*said} == {"done", "programs cannot run in a forked process if they ran before the fork; use spawn"}

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "donated": (donates, r"^updated: as_jax_ffi: donates x; a function of JAX does not change its arguments"),
     "no GPU": (
         lambda: hw.compile(mlp_on(1), target="cuda").as_jax_ffi()(X, W, V),
-        r"^mlp: as_jax_ffi: is for the target cuda, and JAX has no such devices",
+        r"^mlp: as_jax_ffi: is for the target cuda, but JAX has no such devices",
     ),
 }
 
@@ -149,7 +149,7 @@ def test_without_a_group() -> None:
 def test_ranks_that_are_threads() -> None:
     def rank_main(rank: int) -> str:
         hw.init(threads)
-        with pytest.raises(ArgumentError, match="as_jax_ffi: ranks are threads of this process, and JAX has one device a process; start"):
+        with pytest.raises(ArgumentError, match="as_jax_ffi: ranks are threads, but JAX needs one process per device; start"):
             hw.compile(mlp_on(2)).as_jax_ffi()(X, W[:, :6], V[:6])
         return "refused"
 
@@ -158,7 +158,7 @@ def test_ranks_that_are_threads() -> None:
 
 
 def test_a_run_is_no_function_of_jax() -> None:
-    remedy = r"mlp: x: is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi\(\) gives"
+    remedy = r"mlp: x: is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi\(\)"
     with pytest.raises(ArgumentError, match=remedy):
         jax.jit(MLP.run)(X, W, V)
 

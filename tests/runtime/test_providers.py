@@ -126,7 +126,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
     [
         (
             TORCHRUN | {"MASTER_PORT": "99999"},
-            "hw.Environment: MASTER_PORT=99999: ports go from 1 to 65535; set it to one of them on all ranks",
+            "hw.Environment: MASTER_PORT=99999: a port must be from 1 to 65535; set the same one on all ranks",
         ),
         (
             {},
@@ -138,7 +138,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
         ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: ranks go from 0 to 1"),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
-            "hw.Environment: the host of rank 0 is not known; set MASTER_ADDR to it on all ranks, or use hw.MPI()",
+            "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to it on all ranks, or use hw.MPI()",
         ),
     ],
 )
@@ -169,7 +169,7 @@ def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
     holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), holding.wait()))
     holder.start()
     (refused,) = in_threads(1, lambda _: provider.rank_and_count("a"))
-    assert str(refused) == "hw.Threads: this is a thread more than the 2 ranks; make one with more ranks"
+    assert str(refused) == "hw.Threads: more threads have joined than the 2 ranks; use more ranks"
     holding.set()
     holder.join()
 
@@ -177,7 +177,7 @@ def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
 def test_threads_run() -> None:
     provider = Threads(3)
     assert provider.run(lambda rank: (rank, provider.rank_and_count("g"))) == [(rank, (rank, 3)) for rank in range(3)]
-    with pytest.raises(ArgumentError, match=r"^hw\.Threads: 0 ranks; a world has at least 1"):
+    with pytest.raises(ArgumentError, match=r"^hw\.Threads: 0 ranks; the number must be from 1 to"):
         Threads(0)
 
 

@@ -241,7 +241,7 @@ print(again.rank, again.count, again.failure)
     said, has_failed, again = run_processes(script, [{"RANK": "1", "WORLD_SIZE": "2", **address}])[0].splitlines()
     assert re.fullmatch(
         r"group 'default' has failed and cannot be reused: the store in the process of rank 0 does not answer \(.*\); "
-        r"has that process ended\?; call hw\.init again",
+        r"check whether that process has ended; call hw\.init again",
         said,
     )
     assert (has_failed, again) == ("True", "0 1 None")

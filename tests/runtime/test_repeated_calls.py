@@ -93,7 +93,7 @@ def test_what_changes_in_an_array_of_numpy_is_seen(checks: list[str]) -> None:
     x, kept, w = (array.numpy().copy() for array in arrays())
     PROGRAM(x, kept, w)
     kept.flags.writeable = False
-    with pytest.raises(ArgumentError, match="kept: is donated, and cannot be written to"):
+    with pytest.raises(ArgumentError, match="kept: is donated but read-only"):
         PROGRAM(x, kept, w)
     kept.flags.writeable = True
     PROGRAM(x, kept, w)
@@ -109,7 +109,7 @@ def test_a_mask_is_seen_beside_memory_that_was_seen_before(checks: list[str]) ->
     out = np.zeros_like(x)
     PROGRAM(x, kept, w, out=(None, out))
     for given, of_out in (((np.ma.masked_array(x, x > 0), kept, w), out), ((x, kept, w), np.ma.masked_array(out, out > 0))):
-        with pytest.raises(ArgumentError, match=r"some of its elements are masked, which programs do not know; call \.filled\(value\)"):
+        with pytest.raises(ArgumentError, match=r"masked arrays are not supported; call \.filled\(value\)"):
             PROGRAM(*given, out=(None, of_out))
 
 

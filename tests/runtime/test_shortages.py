@@ -123,7 +123,7 @@ def test_other_errors_stay_as_they_are() -> None:
     assert remedy_of("error: no member named 'x'") is None
     with pytest.raises(KeyError):
         tells_shortages(lambda: {}["x"])()
-    with pytest.raises(ExecutionError, match=r"^the machine has too little: MemoryError; free memory"):
+    with pytest.raises(ExecutionError, match=r"^the machine has too few resources: MemoryError; free memory"):
         tells_shortages(lambda: (_ for _ in ()).throw(MemoryError()).__next__())()
 
 

@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
 
 def test_no_server_to_reach() -> None:
     port = free_port()
-    unreachable = rf"the store of rank 0 cannot be reached on 127.0.0.1, port {port} \(.*\); is rank 0 running there\?"
+    unreachable = rf"the store of rank 0 cannot be reached on 127.0.0.1, port {port} \(.*\); check that rank 0 runs there"
     with pytest.raises(ExecutionError, match=unreachable):
         TcpStore([("127.0.0.1", port)], "job", 0.2)
 
@@ -229,7 +229,9 @@ input()
     store = TcpStore([("127.0.0.1", int(process.stdout.readline()))], "job", 5)
     process.kill()
     process.communicate()
-    with pytest.raises(ExecutionError, match=r"the store in the process of rank 0 does not answer \(.*\); has that process ended\?"):
+    with pytest.raises(
+        ExecutionError, match=r"the store in the process of rank 0 does not answer \(.*\); check whether that process has ended"
+    ):
         store.get("key", 5)
     store.close()
 
@@ -294,7 +296,7 @@ def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> N
         server = TcpServer([(host, 0)], "job")
         assert server.socket.getsockname()[0] in bound
         server.close()
-    message = r"^the store of rank 0 cannot listen at far \(.*\); set HOSTWEAVE_BIND to one of its host, or 0\.0\.0\.0$"
+    message = r"^the store of rank 0 cannot listen at far \(.*\); set HOSTWEAVE_BIND to an address of its host, or 0\.0\.0\.0$"
     with pytest.raises(ExecutionError, match=message):
         TcpServer([("far", 0)], "job")
 
@@ -303,7 +305,7 @@ def test_names_of_jobs_and_tokens_count_whole() -> None:
     name = "j" * 100
     server = TcpServer([("127.0.0.1", 0)], name + "a", "token")
     for job, token in ((name + "b", "token"), (name + "a", ""), (name + "a", "tokem"), (name + "atoken", "")):
-        with pytest.raises(ExecutionError, match="is of another job, or has another HOSTWEAVE_TOKEN"):
+        with pytest.raises(ExecutionError, match="belongs to another job, or has another HOSTWEAVE_TOKEN"):
             TcpStore([("127.0.0.1", server.port)], job, 0.1, token)
     TcpStore([("127.0.0.1", server.port)], name + "a", 5, "token").close()
     server.close()
@@ -345,7 +347,7 @@ def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None
 def test_lengths_are_bounded(server: TcpServer, tcp_store: TcpStore, sizes: tuple[int, int]) -> None:
     assert said_to(server, struct.pack("!cIId", b"s", *sizes, 0)) == b""
     tcp_store.set("key", b"still here")
-    with pytest.raises(ExecutionError, match="the store of rank 0 takes 67108864 bytes, and large has 67108865; send less"):
+    with pytest.raises(ExecutionError, match="the store of rank 0 takes at most 67108864 bytes, but large has 67108865; send less"):
         tcp_store.set("large", bytes(2**26 + 1))
 
 
@@ -407,7 +409,7 @@ def test_ranks_that_do_not_come() -> None:
 def test_worlds_of_different_sizes() -> None:
     store = MemoryStore()
     errors = in_threads(4, lambda rank: meet(store, "default", rank, 4 if rank == 1 else 2 if rank < 2 else 4, 2 if rank < 2 else 0.5))
-    message = "hw.init: group 'default': rank 1 is in a world of 4 ranks, rank 0 in one of 2; start all with one size of world"
+    message = "hw.init: group 'default': rank 1 is in a world of 4 ranks, rank 0 in one of 2; start all ranks with the same world size"
     assert [str(error) for error in errors[:2]] == [message] * 2
     assert all(isinstance(error, ExecutionError) for error in errors)
 

@@ -37,7 +37,7 @@ HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2])
 def test_a_transport_carries_what_it_says() -> None:
     program = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     verify_host(program)
-    with pytest.raises(ProgramError, match=r"all_reduce sum %x -> %y on x: channel x is mail, which carries recv, send alone$"):
+    with pytest.raises(ProgramError, match=r"all_reduce sum %x -> %y on x: channel x is mail, which supports only recv, send$"):
         verify_host(by_mail(program, "x"))
 
 
@@ -48,7 +48,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
     """
     assert not find_transport(name).carries & {"collective", "send", "recv"}
     program = HEAD.replace("mesh(x=2)", f"mesh(x=2) channels(x: x {name})") + "all_reduce sum %x -> %y on x\n}\n"
-    with pytest.raises(ProgramError, match=f"channel x is {name}, which carries get, signal, wait_signal alone"):
+    with pytest.raises(ProgramError, match=f"channel x is {name}, which supports only get, signal, wait_signal"):
         verify_host(host_text.parse(program))
 
 
@@ -69,7 +69,7 @@ def test_a_group_is_of_one_transport() -> None:
     head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N]) mesh(x=2, z=2) {\n"
     program = host_text.parse(head + "group {\nsend %x to 1 - rank.x on x\nrecv %y from 1 - rank.z on z\n}\n}\n")
     verify_host(program)
-    with pytest.raises(ProgramError, match=r"group: a group is posted by one transport, not by mail and two_sided: post them apart$"):
+    with pytest.raises(ProgramError, match=r"group: a group must have one transport, not mail and two_sided: use a group per transport$"):
         verify_host(by_mail(program, "z"))
 
 

@@ -50,7 +50,7 @@ def test_each_rank_has_a_piece_from_either_end() -> None:
 
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(
-        ArgumentError, match=r"dim 0 \(S = 12\) cannot be shared evenly by 4 ranks along cp in two pieces each; pad it to 16"
+        ArgumentError, match=r"dim 0 \(S = 12\) cannot be divided evenly by 4 ranks along cp in two pieces each; pad it to 16"
     ):
         ROWS.shard(np.zeros((12, 3), np.float32), 0, MESH)
 
@@ -133,7 +133,7 @@ def test_other_meshes_and_streams() -> None:
     moved = r"test_zigzag.py:\d+: reshard: .* what is in zigzag does not move between meshes; reshard it on its own mesh first, or after"
     with pytest.raises(ProgramError, match=moved):
         lower(moves, hw.Options())
-    streamed = r"test_zigzag.py:\d+: reshard: .* is streamed, and .* changes the order of its pieces to become .*; stream what is computed"
+    streamed = r"test_zigzag.py:\d+: reshard: .* is streamed, and .* changes the order of its pieces to become .*; stream a value computed"
     with pytest.raises(ProgramError, match=streamed):
         lower(streams, hw.Options())
 

@@ -27,7 +27,7 @@ def nothing_is_freed(program: ir.HostProgram) -> None:
     """Memory lives to the end, so that passes move and fuse instructions without regard to bytes that others have taken over."""
     for i in _instructions(program):
         if names := tree.names(i, "free"):
-            raise ProgramError(f"%{names[0]} is freed before its memory is planned; leave that to plan_memory", i.location)
+            raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)
 
 
 def updates_are_in_place(program: ir.HostProgram) -> None:

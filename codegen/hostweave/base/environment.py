@@ -16,4 +16,4 @@ def warn_of_misspelt(environment: Mapping[str, str] = os.environ) -> None:
     for variable in environment:
         if variable.startswith(_PREFIX) and variable not in VARIABLES and (near := nearest(variable.removeprefix(_PREFIX), _NAMES, 0.75)):
             remedy = near.replace("mean ", f"mean {_PREFIX}")
-            warnings.warn(f"{variable} is set, and hostweave reads no such variable; {remedy}", stacklevel=4)
+            warnings.warn(f"{variable} is set, but hostweave reads no such variable; {remedy}", stacklevel=4)

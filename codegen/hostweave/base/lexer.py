@@ -37,7 +37,7 @@ class Lexer:
         self.newlines = [m.start() for m in re.finditer("\n", text)]
         for at, token in enumerate(self.tokens):
             if not token.text.isascii() and not token.text.startswith('"'):
-                self.fail(f"{token.text!r} is no sign of the language; only strings and comments hold others than ASCII", at)
+                self.fail(f"{token.text!r} unexpected character; only strings and comments may have non-ASCII characters", at)
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at
@@ -108,7 +108,7 @@ class Lexer:
         """Context of one more nesting level: a body, or a pair of parentheses."""
         self.depth += 1
         if self.depth > DEEPEST:
-            self.fail(f"more than {DEEPEST} bodies or parentheses in one another; move the inner ones out")
+            self.fail(f"more than {DEEPEST} nested bodies or parentheses; reduce the nesting")
         yield
         self.depth -= 1
 

@@ -60,7 +60,7 @@ def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
             raise
         except Exception as error:
             if remedy := remedy_of(f"{type(error).__name__}: {error}"):
-                raise ExecutionError(f"the machine has too little: {reason_of(error)}; {remedy}") from error
+                raise ExecutionError(f"the machine has too few resources: {reason_of(error)}; {remedy}") from error
             raise
 
     return told

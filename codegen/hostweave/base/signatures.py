@@ -94,7 +94,7 @@ def _mistyped(
                 shown = " ".join(repr(value).split())  # the repr of an array has several lines
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
                 usage = usage if len(usage) <= MOST_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
-                return f"{name}: {argument}={shown} is no {_worded(hints[parameter])}; write {usage}"
+                return f"{name}: {argument}={shown} is not {_with_article(_worded(hints[parameter]))}; write {usage}"
     return None
 
 
@@ -134,6 +134,10 @@ def _worded(*hints: Any) -> str:
     parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
     words = [_word(part) for part in parts]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _with_article(words: str) -> str:
+    return f"{'an' if words.lower().startswith(('a', 'e', 'i', 'o', 'u', 'hw.')) else 'a'} {words}"
 
 
 def _word(hint: Any) -> str:

@@ -110,7 +110,7 @@ def require_native() -> None:
     """Raises BuildError if the installation lacks its native parts."""
     for path in INSTALLED:
         if not path.is_file():
-            raise BuildError(f"{path} is not there: hostweave is used from a source tree that is not built; pip install .")
+            raise BuildError(f"{path} is not there: the source tree is not built; pip install .")
 
 
 def _file_stamp(path: Path) -> str:

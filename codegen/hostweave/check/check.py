@@ -141,7 +141,7 @@ class _Checker:
             fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.in_turn.unordered(task, clock):
-            self.fail(part, f" and {earlier} may be at the same time, and signals are counted in turn; {_remedy(part, earlier)}")
+            self.fail(part, f" and {earlier} may be at the same time, and signals are counted; {_remedy(part, earlier)}")
 
     def memory(self, part: Operation, access: Access) -> Memory:
         return self.memories[_rank_of(part, access)][access.region.root]
@@ -197,7 +197,7 @@ class _Checker:
             if taken:
                 why = f"after %{taken.access.name} was written over {where}, which were donated"
                 self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
-            self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
+            self.fail(part, f" reads %{access.name} before {where} is written: write them first, or remove the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
             clock = self.order.clocks[self.order.callers[rank].stream_id]
@@ -208,7 +208,7 @@ class _Checker:
                         tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
                         self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
-                    self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
+                    self.fail(part, f" {user}: the caller's stream is not ordered after it; add join {pool} after it")
                 gap = memory.first_empty(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:

@@ -23,7 +23,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
     try:
         value = size.bind(sizes)
     except ValueError as error:
-        raise wrong(f"{error}: choose sizes that it divides") from None
+        raise wrong(f"{error}: choose sizes that are multiples of it") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
@@ -90,7 +90,7 @@ class Run:
 
     def place(self, name: str, instruction: tree.Instruction) -> Held:
         if name not in self.places:
-            self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
+            self.fail(instruction, f"%{name} is not on this rank: put it under `on` the mesh that has it")
         return self.places[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:

@@ -260,7 +260,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
                 run.fail(i, f"{_outside(other, value, len(operation.process_group))}: keep it inside the process group")
             operation.peer = operation.process_group[value]
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
-                run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
+                run.fail(i, f"{other} = {value} is this rank itself: put it under a condition")
         if isinstance(i, ir.OneSided) and i.received_along is not None:
             operation.accesses = _get_of_block(b, i, run, operation)
             return operation
@@ -431,7 +431,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
         run.steps_taken += count
         if run.steps_taken > MAX_STEPS:  # all that a rank does is kept in memory
             why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
-            run.fail(i, f"{why}; give it fewer, or check it at smaller sizes")
+            run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value
             run.steps = (*outer, (i.out, value))

@@ -140,7 +140,7 @@ def _load(options: argparse.Namespace) -> Any:
         try:
             constants[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            raise HostweaveError(f"--set {setting}: {value} is no Python literal; quote a text twice, as in NAME='\"text\"'") from None
+            raise HostweaveError(f"--set {setting}: {value} is not a Python literal; quote a string twice, as in NAME='\"text\"'") from None
     given = {name: getattr(options, name) for name in ("streams", "overlap", "transport")}
     return load_program(options.program, constants), Options(sizes=_sizes(options.sizes), **given)
 
@@ -286,7 +286,7 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
         if not equals or not value.strip().isdigit():
             raise HostweaveError(f"{option} {text}: {setting}: write NAME=NUMBER, with commas between several")
         if len(value) > 2 * len(str(MOST_ELEMENTS_OF_A_SIZE)) or int(value) > MOST_ELEMENTS_OF_A_SIZE:
-            raise HostweaveError(f"{option} {name.strip()}={value[:20]}: no memory has so many elements; give the size of a call")
+            raise HostweaveError(f"{option} {name.strip()}={value[:20]}: too large for any memory; pass the size of a call")
         sizes[name.strip()] = int(value)
     return sizes
 

@@ -49,7 +49,7 @@ class _PassedOn(_Ring):
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
-                f"{self.op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'",
+                f"{self.op.kind}: a ring needs contiguous blocks, so it must stream the outermost dim; use algorithm='p2p'",
                 self.op.location,
             )
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim, suffix="next")

@@ -51,7 +51,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         there = folder / path
         if there.exists() and _sum(there.read_bytes()) != written.get(path):
             what = "was edited since it was exported" if path in written else "was not written by an export"
-            raise ArgumentError(f"{program.name}: export: {there} is there already and {what}; move it away, or give another folder")
+            raise ArgumentError(f"{program.name}: export: {there} exists and {what}; move it, or choose another folder")
     for path in written.keys() - files.keys():
         (folder / path).unlink(missing_ok=True)  # left by an earlier export; CMake would compile it too
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())

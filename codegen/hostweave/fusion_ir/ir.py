@@ -189,7 +189,7 @@ class Fusion:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"
-        raise ProgramError.here(f"@{self.name}: a fusion is no function of arrays or tensors; {remedy}")
+        raise ProgramError.here(f"@{self.name}: a fusion is not a function of arrays or tensors; {remedy}")
 
     def values(self) -> dict[str, Value]:
         """All values by name, in order of definition."""

@@ -147,7 +147,7 @@ def plan(
     legs = [_plan(*ends, mesh, tuple(sorted(sizes.items()))) for ends in in_rank_order(source, target)]
     if None in legs:
         raise ProgramError(
-            f"reshard: {source} cannot become {target}: what is partial in it was reduced before; leave {target.partial} out", location
+            f"reshard: {source} cannot become {target}: its partial sum was reduced already; remove {target.partial}", location
         )
     return tuple(step for steps in legs for step in steps or ())
 

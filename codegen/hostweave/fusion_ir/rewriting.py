@@ -79,7 +79,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
     def known(type: TensorType) -> TensorType:
         dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)
         if broken := next((dim for dim in dims if not dim.size.factors and dim.size.divisor > 1), None):
-            raise ProgramError(f"{type}: {broken.size} is no int; choose sizes that it divides")
+            raise ProgramError(f"{type}: {broken.size} is not an int; choose sizes that are multiples of it")
         return replace(type, dims=dims)
 
     def bound(body: Fusion) -> Fusion:

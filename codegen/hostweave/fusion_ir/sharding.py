@@ -150,9 +150,9 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
     (partial, *others), axes = passed, (*rule.partial_axes, *(axis for labels in rule.result for axis in labels))
     if others or not is_linear(op, operands) or partial.op != "sum" or set(axes) & set(partial.axes):
         terms = " and ".join(str(type) for type in operands if type.partial)
-        raise ProgramError(f"{op.kind}: it is not linear in {terms}; reshard what is partial first", op.location)
+        raise ProgramError(f"{op.kind}: it is not linear in {terms}; reshard the partial operand first", op.location)
     if own and own.op != partial.op:
-        raise ProgramError(f"{op.kind}: {partial} and {own} are not one reduction; reshard what is partial first", op.location)
+        raise ProgramError(f"{op.kind}: {partial} and {own} are different reductions; reshard the partial operand first", op.location)
     return replace(partial, axes=(*partial.axes, *rule.partial_axes))
 
 

@@ -56,8 +56,8 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         for type in (*op.user_kernel.inputs, *op.user_kernel.outputs) if op.user_kernel else ():
             type.check(op.location, op.result.type.mesh_in(fusion.mesh))
         for name in (name for size in op.result.type.shape for name in size.symbols if name not in known):
-            why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
-            raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)
+            why = f"no input has a dim {name}, which %{op.result.name} has, so its size is unknown"
+            raise ProgramError(f"{op.kind}: {why}; add it to an input, or write an int", op.location)
         _verify_stream(op, level)
         if level >= LEVELS.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
@@ -120,9 +120,9 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
     if (op.kind in ("call", "repeat") and op.callee is None) or (op.callee and op.kind not in ("call", "repeat", "output")):
-        raise ProgramError(f"{op.kind}: a call, and what else it gives, name a function, and no other op does", op.location)
+        raise ProgramError(f"{op.kind}: only a call and its outputs name a function", op.location)
     if (op.kind == "kernel") != (op.user_kernel is not None):
-        raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
+        raise ProgramError(f"{op.kind}: only a kernel has a source", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
@@ -153,7 +153,7 @@ def _verify_further_results(body: Fusion) -> None:
         if taken.count((op.tensors[0], index)) > 1:
             raise ProgramError(f"output: output {index} of %{op.tensors[0]} is taken twice; use the first", op.location)
         if op.callee and calls.get(op.tensors[0]) != op.callee:
-            raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
+            raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
             if wanted != replace(op.result.type, mesh=None):  # a kernel runs on the mesh of its operands
@@ -178,9 +178,9 @@ def _verify_stream(op: Op, level: int) -> None:
         raise ProgramError(f"{here}: {why}", op.location)
     if level >= LEVELS.index("choose_overlap"):
         if stream.chunking is None:
-            raise ProgramError(f"{here}: its chunking is open; it is either of {' and '.join(CHUNKINGS)}", op.location)
+            raise ProgramError(f"{here}: its chunking is missing; add one of {' and '.join(CHUNKINGS)}", op.location)
         if stream.algorithm and op.kind not in RESHARDS:
-            raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; state it on the reshard", op.location)
+            raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location)
 
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
@@ -213,14 +213,16 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
     if op.kind == "reshard":
         steps = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
         if level >= LEVELS.index("decompose_reshards"):
-            raise ProgramError(f"reshard: what it does is open; write {' and '.join(steps) or 'copy'} instead", op.location)
+            raise ProgramError(f"reshard: its steps are missing; write {' and '.join(steps) or 'copy'} instead", op.location)
         return
     try:
         derived = step_of(op).applied(source, mesh)
     except Mismatch as mismatch:
         raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
     if derived != op.result.type:
-        raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but it makes {derived} of {source}; correct it", op.location)
+        raise ProgramError(
+            f"{op.kind}: %{op.result.name} is {op.result.type}, but it converts {source} to {derived}; correct the type", op.location
+        )
 
 
 def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType], level: int) -> None:
@@ -231,7 +233,7 @@ def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if name not in made:
             raise ProgramError(f"{here}: %{name} is returned, but no op makes it; return a copy of it")
         if types[name].partial:
-            raise ProgramError(f"{here}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
+            raise ProgramError(f"{here}: %{name} is {types[name]}; a partial tensor cannot be returned; reshard it first")
     if len(set(fusion.outputs)) != len(fusion.outputs):
         raise ProgramError(f"{here} returns one tensor twice; return a copy of it")
     _verify_donated(fusion, here, types, level)
@@ -241,7 +243,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
     inputs = [value.name for value in fusion.inputs]
     for name, into in zip(fusion.outputs, fusion.donated, strict=True) if fusion.donated else ():
         if into and into not in inputs:
-            raise ProgramError(f"{here}: %{name} is returned in %{into}, which is no input; return it in one of {', '.join(inputs)}")
+            raise ProgramError(f"{here}: %{name} is returned in %{into}, which is not an input; return it in one of {', '.join(inputs)}")
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]

@@ -123,7 +123,7 @@ class Instruction:
 
     @property
     def trips(self) -> Size | None:
-        """Trip count of its body, or None if it is no loop."""
+        """Trip count of its body, or None if it is not a loop."""
         return None
 
     @property
@@ -328,7 +328,7 @@ def edited(body: Body, edits: Edits) -> Body:
 
     result = after(body)
     if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
-        raise KeyError(f"an edit names no instruction of the body; it gives {outside[0]}")
+        raise KeyError(f"an edit is of no instruction of the body: {outside[0]}")
     return result
 
 

@@ -29,12 +29,12 @@ def in_order(
         return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
 
     if len(given) > len(names):
-        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature()}")
+        raise ArgumentError(f"{program}: {len(given)} positional arrays for {len(names)} inputs; {signature()}")
     if twice := [name for name in named if name in arrays]:
         raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
     arrays |= named
     if again := [name for name in named if name in bound]:
-        raise ArgumentError(f"{program}: argument {again[0]} is bound; leave it out, or call the program that has it not bound")
+        raise ArgumentError(f"{program}: argument {again[0]} is bound; omit it, or call the program without this binding")
     if unknown := [name for name in named if name not in names]:
         raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature()}")
     if missing := [name for name in names if name not in arrays]:
@@ -96,7 +96,7 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or others:
         found = ", ".join(f"{axis}={size}" for axis, size in zip(axes, array.device_mesh.shape, strict=False)) or "dims without names"
-        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; name its dims likewise")
+        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; use the same dim names")
     placed: list[tuple[str, ...]] = [() for _ in array.shape]
     for axis, placement in zip(axes, placements, strict=True):
         if placement.is_shard() and sizes.get(axis, 1) > 1:
@@ -113,7 +113,7 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
 def expect_writable(where: str, library: Library, array: Array) -> None:
     """Raises ArgumentError if a donated array is read-only."""
     if not library.is_writable(array):
-        raise ArgumentError(f"{where}: is donated, and cannot be written to; pass an array that can, as a copy of it")
+        raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
 
 
 # --- inputs that a program holds --------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ class Bound:
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
             if name in self.arrays:
-                raise ArgumentError(f"{where}: is bound already; leave it out, or bind the program that has it not bound")
+                raise ArgumentError(f"{where}: is bound already; omit it, or bind the original program")
             if name in {output.memory for output in host.results}:
-                raise ArgumentError(f"{where}: is donated, so that a call leaves a result in it; pass it to each call")
+                raise ArgumentError(f"{where}: is donated, so each call writes to it; pass it to each call")
             if name not in types:
                 raise ArgumentError(f"{where}: no such input; {did_you_mean(name, types)}")
             library, accepted = accept(f"{host.name}: bind", target, name, types[name], array)

@@ -133,7 +133,7 @@ class NumpyLibrary(Library):
         if not array.dtype.isnative:
             raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
         if isinstance(array, np.ma.MaskedArray):
-            raise TypeError("some of its elements are masked, which programs do not know; call .filled(value)")
+            raise TypeError("masked arrays are not supported; call .filled(value)")
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
@@ -206,7 +206,7 @@ class _Jax(NumpyLibrary):
 
     def accept(self, array: Array) -> Array:
         if isinstance(array, sys.modules["jax"].core.Tracer):
-            raise TypeError("is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi() gives")
+            raise TypeError("is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi()")
         return np.asarray(array)
 
     def give(self, array: Array) -> Array:
@@ -232,7 +232,7 @@ class _AnyDLPack(NumpyLibrary):
         try:
             return np.from_dlpack(array)
         except Exception as error:  # the library may raise anything
-            raise TypeError(f"its library's DLPack cannot pass it on ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
+            raise TypeError(f"its library's DLPack fails ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
 
     def give(self, array: Array) -> Array:
         return self._namespace.from_dlpack(array)
@@ -242,17 +242,17 @@ class _Torch(Library):
     def accept(self, array: Array) -> Array:
         torch = sys.modules["torch"]
         if array.is_nested:
-            raise TypeError("its rows differ in length, which programs do not know; call .to_padded_tensor(value)")
+            raise TypeError("ragged tensors are not supported; call .to_padded_tensor(value)")
         if array.layout != torch.strided:
             raise TypeError(f"its layout is {array.layout}; call .to_dense()")
         if array.device.type not in ("cpu", "cuda"):
             raise TypeError(f'it is on {array.device}; call .to("cpu") or .to("cuda")')
         if hasattr(array, "to_local"):
-            raise TypeError(f"it is a {type(array).__name__}, of which this rank holds a part; pass .to_local()")
+            raise TypeError(f"it is a {type(array).__name__}, which is distributed; pass .to_local()")
         if not _has_memory(array):
-            raise TypeError(f"it is a {type(array).__name__} without memory of its own; pass a torch.Tensor that holds the values")
+            raise TypeError(f"it is a {type(array).__name__} without memory; pass a torch.Tensor with the values")
         if array.is_neg():
-            raise TypeError("its elements are yet to be negated; call .resolve_neg()")
+            raise TypeError("its negation is pending; call .resolve_neg()")
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError("requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()")
         return array.detach()

@@ -52,7 +52,7 @@ class GlobalCall:
         """Raises ArgumentError if two calls that run together have inputs of different shapes."""
         for i, parameter in enumerate(self.program.arguments):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
-                raise ArgumentError(f"{self.program.name}: {parameter.name}: calls that are run together have one shape")
+                raise ArgumentError(f"{self.program.name}: {parameter.name}: calls in one run must have equal shapes")
 
     def local_results(self) -> list[Any]:
         """Local output of every rank, or a tuple of them if there are several. None for an output that the rank does not hold."""
@@ -140,7 +140,7 @@ def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Lib
     expect_writable(f"{program.name}: {name}", library, array)
     others = {p.memory: accepted[p.memory] for p in program.results if p.memory not in ("", name)}
     if twice := [other for other, (of, one) in others.items() if of.address(one) == library.address(array) != 0]:
-        raise ArgumentError(f"{program.name}: {name} and {twice[0]} are one array, and both are donated; pass an array for each")
+        raise ArgumentError(f"{program.name}: {name} and {twice[0]} are the same array, and both are donated; pass separate arrays")
     return GlobalResult(library, library.device(array), array, given[name])
 
 

@@ -88,12 +88,12 @@ def init(
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
     if provider is not None and not (hasattr(provider, "rank_and_count") and hasattr(provider, "store")):
-        raise ArgumentError(f"hw.init: {provider!r} is no provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing")
+        raise ArgumentError(f"hw.init: {provider!r} is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing")
     if not isinstance(group, str):
-        raise ArgumentError(f"hw.init: group={group!r} is no name; give a text")
+        raise ArgumentError(f"hw.init: group={group!r} is not a name; give a text")
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
-            raise ArgumentError(f"hw.init: {name}={seconds!r} is no number of seconds; give one, as 60")
+            raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; give one, as 60")
     timeout, call_timeout = min(timeout, _MOST_SECONDS), min(call_timeout, _MOST_SECONDS)
     present = current(group)
     if present and not present.failure and provider is None:
@@ -216,7 +216,7 @@ class Group:
             if isinstance(value, bool) or (not isinstance(value, int) and not (value is None and name == "color")):
                 raise ArgumentError(f"group.split: {name}={value!r} is not an int{' or None' if name == 'color' else ''}; give one")
         if self._communicators is not None:
-            raise ArgumentError("group.split: ranks with communicators of the application exchange no messages; split these yourself")
+            raise ArgumentError("group.split: hw.Communicators has no store; split the communicators in the application")
         self.expect_working()
         self._splits += 1
         signatures = self.agree(

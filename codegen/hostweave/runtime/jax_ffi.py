@@ -60,7 +60,7 @@ def jax_call(program: Program) -> Callable[..., Any]:
     if donated := [output.memory for output in host.results if output.memory]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")
     if on_parts := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
-        raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: some ranks have nothing of it; reshard it to the whole mesh")
+        raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: it is not on all ranks; reshard it to the whole mesh")
     inputs, known = {p.name: p.type for p in host.arguments}, dict[Any, int]()
 
     def function(*arrays: Array) -> Any:
@@ -89,7 +89,7 @@ def _group(name: str) -> Group:
     if group is None:
         raise ExecutionError(f"{name}: this process has not joined a group; call hw.init first")
     if group.in_process and group.count > 1:
-        raise ArgumentError(f"{name}: as_jax_ffi: ranks are threads of this process, and JAX has one device a process; start processes")
+        raise ArgumentError(f"{name}: as_jax_ffi: ranks are threads, but JAX needs one process per device; start processes")
     group.expect_working()
     return group
 
@@ -113,7 +113,9 @@ def _device(jax: Any, program: Program) -> int:
     try:
         devices = jax.local_devices(backend=backend)
     except RuntimeError as error:
-        raise ArgumentError(f"{name}: is for the target {backend}, and JAX has no such devices ({error}); compile for another") from None
+        raise ArgumentError(
+            f"{name}: is for the target {backend}, but JAX has no such devices ({error}); compile for another target"
+        ) from None
     if len(devices) != 1:
         raise ArgumentError(
             f"{name}: JAX has {len(devices)} devices in this process, and a rank has one; set CUDA_VISIBLE_DEVICES, "

@@ -66,7 +66,7 @@ def expect_going_on() -> None:
     Waiting calls poll it too.
     """
     if calls.ending:
-        raise ExecutionError("the interpreter is ending; join the threads that run programs before")
+        raise ExecutionError("the interpreter is exiting; join threads that run programs first")
     expect_not_interrupted()
 
 
@@ -77,7 +77,7 @@ def expect_own_devices() -> None:
     """
     global _used
     if _forked:
-        raise ExecutionError("programs ran before this process was forked and cannot run in it; start processes by spawn")
+        raise ExecutionError("programs cannot run in a forked process if they ran before the fork; use spawn")
     _used = True
 
 

@@ -522,7 +522,7 @@ class Captured:
         captured. Raises ArgumentError if arrays are passed.
         """
         if arrays:
-            raise ArgumentError("a captured call takes no arrays: it reads those that it was captured with; write new values there")
+            raise ArgumentError("a captured call takes no arguments; write new values into the captured arrays")
         with self._turn:
             by, by_turns = threading.current_thread(), self._turns > 0
             if self._last and self._last[0] is not by and self._last[0].is_alive() and not (by_turns and self._last[1]):

@@ -69,7 +69,7 @@ class Threads:
 
     def __init__(self, count: int):
         if not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
-            raise ArgumentError(f"hw.Threads: {count!r} ranks; a world has at least 1, and one of threads at most {MOST_THREADS}")
+            raise ArgumentError(f"hw.Threads: {count!r} ranks; the number must be from 1 to {MOST_THREADS}")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, ThreadTable] = {}  # of groups, by epoch
@@ -83,7 +83,7 @@ class Threads:
             if me not in self.threads:
                 free = next((rank for rank, thread in enumerate(self.threads) if thread is None or not thread.is_alive()), None)
                 if free is None:
-                    raise ArgumentError(f"hw.Threads: this is a thread more than the {self.count} ranks; make one with more ranks")
+                    raise ArgumentError(f"hw.Threads: more threads have joined than the {self.count} ranks; use more ranks")
                 self.threads[free] = me
             return self.threads.index(me), self.count
 
@@ -223,7 +223,7 @@ class TorchStore:
                 "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
             )
         if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
-            raise ArgumentError(f"hw.TorchStore: store={store!r} is no store of torch.distributed; pass a TCPStore, or nothing")
+            raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or nothing")
         self._rank: int = torch.get_rank() if rank is None else rank
         self._count: int = torch.get_world_size() if count is None else count
         self._store = _TorchKeys(torch.distributed_c10d._get_default_store() if store is None else store)
@@ -254,7 +254,7 @@ class _TorchKeys:
                 pause = min(2 * pause, 0.05)
             return bytes(self._store.get(key))
         except RuntimeError as error:
-            raise ExecutionError(f"torch.distributed's store does not answer ({error}); has the process that keeps it ended?") from error
+            raise ExecutionError(f"torch.distributed's store does not answer ({error}); check whether its process has ended") from error
 
 
 @checked_arguments
@@ -271,7 +271,7 @@ class MPI:
         if comm is None:
             comm = optional("mpi4py.MPI", "hw.MPI").COMM_WORLD
         if not hasattr(comm, "Get_rank"):
-            raise ArgumentError(f"hw.MPI: comm={comm!r} is no communicator; pass one of mpi4py, or nothing")
+            raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass one of mpi4py, or nothing")
         self._comm = comm
         self._where: tuple[list[Address], str] | None = None
 
@@ -433,7 +433,7 @@ def _number(environ: Environ, name: str) -> int:
 
 def _port(environ: Environ, name: str) -> int:
     if not 0 < (port := _number(environ, name)) < 65536:
-        raise ArgumentError(f"hw.Environment: {name}={port}: ports go from 1 to 65535; set it to one of them on all ranks")
+        raise ArgumentError(f"hw.Environment: {name}={port}: a port must be from 1 to 65535; set the same one on all ranks")
     return port
 
 
@@ -445,7 +445,7 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
         return first_node(nodes)
     if environ.get(launcher.local_count) == str(count) or count == 1:
         return "127.0.0.1"
-    raise ArgumentError("hw.Environment: the host of rank 0 is not known; set MASTER_ADDR to it on all ranks, or use hw.MPI()")
+    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to it on all ranks, or use hw.MPI()")
 
 
 def first_node(nodes: str) -> str:

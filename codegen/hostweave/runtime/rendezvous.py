@@ -67,7 +67,7 @@ def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> Wor
         if _look(store, prefix, rank) == entry:
             store.set(f"{prefix}/entry/{rank}", _GAVE_UP)
     if "refused" in answer:
-        raise ExecutionError(f"hw.init: group {group!r}: {answer['refused']}; start all with one size of world")
+        raise ExecutionError(f"hw.init: group {group!r}: {answer['refused']}; start all ranks with the same world size")
     return World(f"{prefix}/{answer['epoch']}", answer["epoch"], tuple(JoinedRank(**one) for one in answer["entries"]))
 
 

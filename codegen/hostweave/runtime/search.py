@@ -44,7 +44,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
     """
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.given_sizes() if name not in sizes]:
-        raise ProgramError(f"{here} runs the program, and sizes are not stated: {', '.join(missing)}; give them as Options(sizes={{...}})")
+        raise ProgramError(f"{here} runs the program, but sizes are missing: {', '.join(missing)}; give them as Options(sizes={{...}})")
     if not host.choices:
         return ()
     file = root() / "choices" / f"{host.name[:50]}-{key_of(host.code, *key)}.json"
@@ -52,7 +52,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
         return found
     if (group := current()) and not group.in_process:
         why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
-        raise ProgramError(f'{here} {why}; compile it once in a process of its own, which keeps what it finds, or use overlap="auto"')
+        raise ProgramError(f'{here} {why}; compile it once in a single process, which caches the result, or use overlap="auto"')
     arrays = {p.name: random_array(p.type, sizes) for p in host.arguments}
     taken: dict[str, str] = {choice.name: choice.taken.name for choice in host.choices}
     measured = []
@@ -105,7 +105,7 @@ def _read(file: Path) -> tuple[Choice, ...] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{file}: holds no choices ({error}); remove it, and they are searched again") from None
+        raise ArgumentError(f"{file}: contains no choices ({error}); remove it to search again") from None
 
 
 def _write(file: Path, choices: Sequence[Choice]) -> None:

@@ -216,7 +216,7 @@ class TcpStore:
 
     def set(self, key: str, value: bytes) -> None:
         if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
-            raise ExecutionError(f"the store of rank 0 takes {_MAX_VALUE} bytes, and {key[:80]} has {len(value)}; send less")
+            raise ExecutionError(f"the store of rank 0 takes at most {_MAX_VALUE} bytes, but {key[:80]} has {len(value)}; send less")
         self._ask(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
@@ -269,7 +269,7 @@ class TcpStore:
             if time.monotonic() > deadline:
                 host, port = addresses[0]
                 ports = f"port {port}" if len(addresses) == 1 else f"ports {port} to {addresses[-1][1]}"
-                raise ExecutionError(f"the store of rank 0 cannot be reached on {host}, {ports} ({reason}); is rank 0 running there?")
+                raise ExecutionError(f"the store of rank 0 cannot be reached on {host}, {ports} ({reason}); check that rank 0 runs there")
             time.sleep(_RETRY)
 
     def _connect(self, address: Address, timeout: float) -> socket.socket:
@@ -281,7 +281,7 @@ class TcpStore:
             answer = _receive(connection, _NONCE + _PROOF)
             nonces = own + answer[:_NONCE]
             if not hmac.compare_digest(answer[_NONCE:], _proof(self._secret, b"server", nonces)):
-                raise ConnectionError("what listens there is of another job, or has another HOSTWEAVE_TOKEN")
+                raise ConnectionError("the listener belongs to another job, or has another HOSTWEAVE_TOKEN")
             connection.sendall(_proof(self._secret, b"client", nonces))
             if _receive(connection, 1) != _WELCOME:
                 raise ConnectionError("something else listens there")
@@ -310,7 +310,9 @@ def _listen(addresses: Sequence[Address]) -> socket.socket:
             reason = error
     if reason.errno == errno.EADDRNOTAVAIL or isinstance(reason, socket.gaierror):
         host = addresses[0][0]
-        raise ExecutionError(f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to one of its host, or 0.0.0.0")
+        raise ExecutionError(
+            f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to an address of its host, or 0.0.0.0"
+        )
     ports = f"{addresses[0][1]} to {addresses[-1][1]}"
     raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
 
@@ -346,7 +348,7 @@ def _has_input(connection: socket.socket) -> bool:
 
 
 def _no_answer(error: OSError) -> ExecutionError:
-    return ExecutionError(f"the store in the process of rank 0 does not answer ({error}); has that process ended?")
+    return ExecutionError(f"the store in the process of rank 0 does not answer ({error}); check whether that process has ended")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -161,7 +161,7 @@ class Arguments:
             return self._checked(parameter, array) if array is not None else None
         where, rank = f"{self._host.name}: {parameter.name}", self._rank
         if array is None:
-            raise ArgumentError(f"{where}: is None, and rank {rank} has a block of {parameter.type}; pass it")
+            raise ArgumentError(f"{where}: is None, but rank {rank} has a block of {parameter.type}; pass the block")
         raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
@@ -176,7 +176,7 @@ class Arguments:
             here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
             raise ArgumentError(f"{where}: is {here}, and rank {self._rank} is on GPU {self._device}; move it there")
         if not library.is_contiguous(array):
-            raise ArgumentError(f"{where}: is not contiguous, and a call copies nothing; pass a contiguous copy")
+            raise ArgumentError(f"{where}: is not contiguous, but calls do not copy; pass a contiguous copy")
         return library, array
 
     def _given(self, arrays: Sequence[Array], donated: Sequence[Output]) -> tuple[Output, ...]:
@@ -190,9 +190,7 @@ class Arguments:
                 where = f"{self._host.name}: out=: {parameter.name}: is returned in {parameter.memory}, which is donated"
                 raise ArgumentError(f"{where}; pass None for it, or that array")
             if output and not output[0].is_writable(output[1]):
-                raise ArgumentError(
-                    f"{self._host.name}: out=: {parameter.name}: cannot be written to; pass another array, or leave out= away"
-                )
+                raise ArgumentError(f"{self._host.name}: out=: {parameter.name}: is read-only; pass a writable array, or omit out=")
         return outputs
 
     def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
@@ -215,7 +213,7 @@ class Arguments:
                 pair = sorted((other, span), key=lambda one: not one.written)
                 names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
                 what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.results} else "out="
-                raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass an array of its own")
+                raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass separate arrays")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
         self._apart.append((bound, taken))

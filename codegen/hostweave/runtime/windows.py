@@ -100,16 +100,14 @@ class Windows:
         shape = _checked(shape, dtype, target)
         group, on = self._group, find_target(target)
         if not group.can_meet and group.count > 1:
-            raise ArgumentError("group.empty: ranks with communicators of the application exchange no messages; make the group by hw.init")
+            raise ArgumentError("group.empty: hw.Communicators has no store; create the group by another provider")
         group.expect_working()
         size = prod(shape) * dtype.itemsize
         what = f"group.empty of {dtype} for {target}"
         self.made += 1
         told = group.agree(CallSignature(what, group.name, str(self.made), bound=json.dumps(size)), "", group.timeout)
         if group.hosts > 1:
-            raise ExecutionError(
-                f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
-            )
+            raise ExecutionError(f"{what}: the ranks are on {group.hosts} hosts, but shared memory needs one host; use arrays of a library")
         with _building:  # ranks that are threads need it at the same time
             module = interruptibly(lambda: built(target))
         member = group.member(module, on)
@@ -159,7 +157,7 @@ def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], ha
         place = windows.place(begins[name]) if name in begins else None
         if is_missing or (name in begins and place is None):
             where = f"{host.name}: {'out=: ' * (parameter in host.results)}{name}"
-            raise ArgumentError(f"{where}: lies in no window, and the program was compiled for one that does; {remedy}")
+            raise ArgumentError(f"{where}: is not in a window, but the program was compiled for one in a window; {remedy}")
         places += [place] if place else []
     return tuple(places)
 
@@ -171,11 +169,11 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
     except TypeError:
         is_shape = False
     if not is_shape or isinstance(sizes, str):
-        raise ArgumentError(f"group.empty: shape={shape!r} is no tuple of ints of at least 0; give the shape of this rank's array")
+        raise ArgumentError(f"group.empty: shape={shape!r} is not a tuple of ints of at least 0; give the shape of this rank's array")
     if not isinstance(dtype, DType):
-        raise ArgumentError(f"group.empty: dtype={dtype!r} is no dtype of Hostweave; give hw.f32, hw.bf16 or another one")
+        raise ArgumentError(f"group.empty: dtype={dtype!r} is not a dtype of Hostweave; give hw.f32, hw.bf16 or another one")
     if prod(map(int, sizes)) > MOST_ELEMENTS_OF_A_SIZE:
-        raise ArgumentError(f"group.empty: shape={shape!r} has more elements than any memory; give the shape of this rank's array")
+        raise ArgumentError(f"group.empty: shape={shape!r} exceeds any memory; pass the shape of this rank's array")
     if not isinstance(target, str) or target not in NAMES:
         raise ArgumentError(f"group.empty: there is no target {target!r}; the targets are {' and '.join(NAMES)}")
     return tuple(int(size) for size in sizes)

@@ -70,7 +70,7 @@ class _Cpu(Target):
     def expect_device(self, device: int) -> None:
         if device != CPU_DEVICE:
             raise TypeError(
-                f"is on GPU {device} and the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
+                f"is on GPU {device}, but the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
             )
 
     def stream(self, given: Any) -> int | None:

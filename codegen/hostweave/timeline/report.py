@@ -100,7 +100,7 @@ class Report:
         try:
             path.write_text(kinds[path.suffix](), "utf-8")
         except OSError as error:
-            raise ArgumentError(f"{path}: {error.strerror}; give a file that is yours to write") from None
+            raise ArgumentError(f"{path}: {error.strerror}; choose a writable file") from None
 
     def html(self) -> str:
         """The page, which is one file."""

@@ -94,11 +94,11 @@ def compile(
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """
     if not isinstance(module, nn.Module):
-        raise ProgramError(f"hostweave.torch.compile: {module!r} is no torch.nn.Module; pass the module, not its forward function")
+        raise ProgramError(f"hostweave.torch.compile: {module!r} is not a torch.nn.Module; pass the module, not its forward function")
     if isinstance(module, CompiledModule):
-        raise ProgramError("hostweave.torch.compile: the module is compiled already; pass the module that it was compiled of")
+        raise ProgramError("hostweave.torch.compile: the module is already compiled; pass the original module")
     if not isinstance(plan, Mapping | None) or not all(isinstance(pattern, str) for pattern in plan or ()):
-        raise ProgramError(f'hostweave.torch.compile: plan={plan!r} is no dict of names; write {{"q_proj.weight": "tp, -"}}')
+        raise ProgramError(f'hostweave.torch.compile: plan={plan!r} is not a dict of names; write {{"q_proj.weight": "tp, -"}}')
     if isinstance(example_inputs, torch.Tensor):
         raise ProgramError("hostweave.torch.compile: example_inputs is a tensor; pass the arguments of one call, as a tuple: (x,)")
     if not example_inputs:
@@ -113,18 +113,18 @@ def compile(
         args, kwargs = pytree.tree_unflatten(leaves, structure)
     training = training or optimizer is not None
     if optimizer is None and (clip_grad_norm is not None or accumulate != 1 or scaler is not None):
-        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= are of a step; pass optimizer=, too")
+        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too")
     if not isinstance(accumulate, int) or accumulate < 1:
-        raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is no number of calls; pass an int from 1 on")
+        raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is not a number of calls; pass an int of at least 1")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is no norm; pass a number above 0")
+        raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is not a norm; pass a number above 0")
     step = None if optimizer is None else (optimizer, clip_grad_norm, accumulate, scaler)
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
     register((args, kwargs))
     if not fullgraph:
         if optimizer is not None or fp8 is not None or dynamic_shapes is not None:
-            raise ProgramError("hostweave.torch.compile: optimizer=, fp8= and dynamic_shapes= are of one graph; leave fullgraph=False out")
+            raise ProgramError("hostweave.torch.compile: optimizer=, fp8= and dynamic_shapes= need one graph; remove fullgraph=False")
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         dims = {name: value.ndim for name, value in given.items() if isinstance(value, torch.Tensor)}
         return ModelInRegions(module, placed, layouts(plan or {}, module, dims, placed), target=target, options=options)

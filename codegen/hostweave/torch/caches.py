@@ -102,7 +102,7 @@ def _with_keys(cache: Any) -> Any:
 
 
 def _not_loaded(_: str) -> Any:
-    raise NotImplementedError("a cache is no part of a graph that is saved")
+    raise NotImplementedError("a cache is not part of a graph that is saved")
 
 
 def continued(given: Any, returned: Any) -> None:

@@ -142,7 +142,7 @@ class Part:
         return block  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """The tensors that each rank has whole, and of which a block is no array of its own."""
+        """The tensors that each rank has whole, and of which a block is not an array of its own."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()
@@ -251,7 +251,9 @@ class CompiledModule(Delegating):
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
         if self.generation is None:
-            raise ArgumentError(f"{self._name}: generate: the module has none; pass a model of transformers with a language modeling head")
+            raise ArgumentError(
+                f"{self._name}: generate: the module has no generate; pass a transformers model with a language modeling head"
+            )
         return self.generation.generate(inputs, **kwargs)
 
     def __repr__(self) -> str:
@@ -429,20 +431,20 @@ class CompiledModule(Delegating):
             if tensors.get(key) is not tensor:
                 path = path_in(self._module, tensors, key)
                 raise ArgumentError(
-                    f"{self._name}: {path} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
+                    f"{self._name}: {path} is another tensor than at compile; compile again, or use copy_ on the original tensor"
                 )
             if memory_of(tensor) != memory:
                 why = f"{path_in(self._module, tensors, key)} lies in other memory than at compile, as after .to() or a write to .data"
-                raise ArgumentError(f"{self._name}: {why}; compile again, or copy_ into the tensor as it was")
+                raise ArgumentError(f"{self._name}: {why}; compile again, or use copy_ on the original tensor")
         if changed := self._folded.changed():
             why = f"{changed} has other values than at compile, where what is computed of it alone was computed"
             raise ArgumentError(f"{self._name}: {why}; compile it again")
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
-            raise ArgumentError(f"{self._name}: was compiled for {was}() and is changed; compile it again")
+            raise ArgumentError(f"{self._name}: the mode has changed from {was}(); compile it again")
         if (now := _autocast()) != self._autocast:
             why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile"
-            raise ArgumentError(f"{self._name}: {why}; call it as it was compiled, or compile it within torch.autocast")
+            raise ArgumentError(f"{self._name}: {why}; call it under the same autocast as at compile, or compile it within torch.autocast")
         if changed := self._state.changed():
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
@@ -451,11 +453,11 @@ class CompiledModule(Delegating):
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
             raise ArgumentError(
-                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; call it likewise"
+                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; use the same ones"
             )
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:
-            raise ArgumentError(f"{name}: the arguments have another structure than example_inputs; pass as many, nested likewise")
+            raise ArgumentError(f"{name}: the arguments differ in structure from example_inputs; pass the same number and nesting")
         arrays = {}
         for node, leaf in zip(self._graph.arguments, leaves, strict=True):
             if node in self._graph.names:

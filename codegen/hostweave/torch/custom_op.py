@@ -24,15 +24,15 @@ def as_torch_op(program: Program, name: str) -> Any:
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """
     if not isinstance(program, Program):
-        raise ArgumentError(f"as_torch_op: {program!r} is no compiled program; pass hw.compile(...)")
+        raise ArgumentError(f"as_torch_op: {program!r} is not a compiled program; pass hw.compile(...)")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
-        raise ArgumentError(f"as_torch_op: {name!r} is not a name of an op; write it with a namespace, as 'mylib::{program.name}'")
+        raise ArgumentError(f"as_torch_op: {name!r} is not an op's name; write it with a namespace, as 'mylib::{program.name}'")
     namespace, _, op = name.partition("::")
     if hasattr(getattr(torch.ops, namespace), op):
-        raise ArgumentError(f"as_torch_op: there is an op {name} already; choose another name")
+        raise ArgumentError(f"as_torch_op: op {name} already exists; choose another name")
     host = program.host
     if donated := [output.memory for output in host.results if output.memory]:
-        raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; an op of torch does not change its inputs")
+        raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; a torch op cannot change its inputs; remove donate")
     types = {dtype: of for of, dtype in DTYPES.items()}
     parameters = ", ".join(f"Tensor {parameter.name}" for parameter in host.arguments)
     results = ["Tensor"] * len(host.results)

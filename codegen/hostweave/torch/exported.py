@@ -165,7 +165,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     def refused(what: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
             why = f"{what} is not compiled, and gradients would be others"
-            raise ProgramError(f"{why}; write what it does with tensors and detach()", Location.of_caller(_TORCH))
+            raise ProgramError(f"{why}; express it with tensors and detach()", Location.of_caller(_TORCH))
 
         return call
 

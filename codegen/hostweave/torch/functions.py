@@ -41,7 +41,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                raise _refused(name, f"a torch.Tensor of shape {tuple(leaf.shape)} is no tensor of the fusion; make it an input")
+                raise _refused(name, f"a torch.Tensor of shape {tuple(leaf.shape)} is not a tensor of the fusion; make it an input")
         traced = [leaf for leaf in leaves if isinstance(leaf, hw.Tensor)]
         sizes = _Sizes(name, traced)
         recorded, returned = _recorded(function, name, leaves, spec, sizes)
@@ -89,7 +89,7 @@ class _Sizes:
         if not inside or not number:
             if number < _PRIMES[0] or self._fixed % number == 0:
                 return number
-            raise _refused(self._name, f"gives a size that is no product of {', '.join(self._primes)}; use functions of hostweave")
+            raise _refused(self._name, f"gives a size that is not a product of {', '.join(self._primes)}; use functions of hostweave")
         factor = Fraction(number)
         for symbol in inside:
             factor /= self._numbers[symbol]

@@ -173,7 +173,7 @@ class Graph:
     def wrong_dims(self, path: str, made: Any) -> ProgramError:
         """Why what a module returns cannot have the sharding that the plan states."""
         dims, stated = getattr(made, "ndim", "several results of"), len(self.layouts.outputs[path])
-        return ProgramError(f"plan: {path} returns {dims} dims, and {stated} are stated; write one of an axis and - for each dim")
+        return ProgramError(f"plan: {path} returns {dims} dims, but {stated} are stated; write an axis or - for each dim")
 
     def _fold(self, taken: dict[str, str]) -> None:
         """Computes what depends on constants alone; buffers are constants where nothing else goes into it."""

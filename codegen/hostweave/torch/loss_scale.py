@@ -27,7 +27,7 @@ class LossScale:
     def of(cls, scaler: GradScaler | None, device: torch.device) -> LossScale | None:
         """The scale that a GradScaler keeps; None for one that is not enabled. Raises ProgramError for other objects."""
         if not isinstance(scaler, GradScaler | None):
-            raise ProgramError(f"scaler: {scaler!r} is no torch.amp.GradScaler; pass one, or leave scaler= out")
+            raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or leave scaler= out")
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None
 
     def now(self) -> torch.Tensor:

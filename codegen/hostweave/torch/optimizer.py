@@ -133,7 +133,7 @@ class Shadow:
             raise ProgramError(f"optimizer: the step of {name} is not recorded: {type(error).__name__}: {error}; {_REMEDY}") from error
         self.state = dict(shadow.state[self._parameter])
         if odd := [key for key, value in self.state.items() if isinstance(value, list | dict | tuple)]:
-            raise ProgramError(f"optimizer: the state of {name} has {odd[0]}, which is no tensor and no number; {_REMEDY}")
+            raise ProgramError(f"optimizer: the state of {name} has {odd[0]}, which is neither a tensor nor a number; {_REMEDY}")
         host = {key: value for key, value in self.state.items() if key not in self.tensors}
         return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, host)
 
@@ -312,7 +312,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _get(self, tensor: torch.Tensor) -> Read:
         place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
         if (read := self._values.get(_storage(tensor), {}).get(place)) is None:
-            raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no op made, or that was written through a view of it")
+            raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no recorded op computed, or that was written through a view")
         return read
 
 
@@ -426,7 +426,7 @@ class Recorded:
         probes = [self._shadow.step(), *self._with_other_numbers()]
         if probes[0].words != self._words:
             name = type(optimizer).__name__
-            raise ProgramError(f"optimizer: two steps of {name} in a row compute with different ops; {_REMEDY}")
+            raise ProgramError(f"optimizer: two steps of {name} use different ops; {_REMEDY}")
         alike = [probe for probe in probes if probe.words == self._words]
         self.changing = [at for at, value in enumerate(self.step.numbers) if any(probe.numbers[at] != value for probe in alike)]
         self.initial = self._initial(first, len(shape), bool(state))
@@ -439,7 +439,7 @@ class Recorded:
         if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
             return dict.fromkeys(self.entries, 0)
         name = type(self._optimizer).__name__
-        raise ProgramError(f"optimizer: the first step of {name} computes with other ops than the next ones; make one step before compile")
+        raise ProgramError(f"optimizer: the first step of {name} uses other ops than later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[Step]:
         """Steps with each option that schedules change a little different, of those whose code takes it."""
@@ -502,7 +502,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """An option that is a little different; None of what is no number, and `of_zero` of 0."""
+    """An option that is a little different; None of what is not a number, and `of_zero` of 0."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

@@ -159,7 +159,7 @@ def _axis(pattern: str, mesh: Mesh) -> str:
     names = [name for name, _ in mesh.axes]
     if len(names) == 1 or "tp" in names:
         return "tp" if "tp" in names else names[0]
-    raise ProgramError(f'plan: "{pattern}": a ParallelStyle is of one mesh axis, and {mesh} has {len(names)}; name one of them tp')
+    raise ProgramError(f'plan: "{pattern}": a ParallelStyle needs one mesh axis, but {mesh} has {len(names)}; name one of them tp')
 
 
 def _placed(placement: Any, dims: int, axis: str) -> Axes | None:
@@ -175,7 +175,7 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
         if not isinstance(module, nn.Linear | nn.Embedding):
-            raise ProgramError(f"plan: {name} is a {type(module).__name__}, and {type(style).__name__} is for Linear and Embedding")
+            raise ProgramError(f"plan: {name} is a {type(module).__name__}, but {type(style).__name__} supports only Linear and Embedding")
         yield "parameters", f"{name}.weight", tuple((axis,) if i == sharded else () for i in range(2))
         if getattr(module, "bias", None) is not None:
             yield "parameters", f"{name}.bias", ((axis,) if isinstance(style, ColwiseParallel) else (),)

@@ -305,7 +305,7 @@ class Region:
         return DTensor.from_local(value, made.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _number(self, node: Any, given: Sequence[Any]) -> Any:
-        """The value of an output that is no tensor."""
+        """The value of an output that is not a tensor."""
         if not isinstance(node, Node):
             return node
         expression = node.meta["example_value"].node.expr

@@ -142,7 +142,7 @@ class Repeats:
             for argument in node.all_input_nodes:
                 of = region.get(argument)
                 if own is not None and of != own and argument.op == "call_function" and argument.target is not ops.layer_begins.default:
-                    return f"{node.name} reads {argument.name}, which is no argument of its layer"
+                    return f"{node.name} reads {argument.name}, which is not an argument of its layer"
                 if of is not None and of != own and node.target is not ops.layer_ends.default:
                     return f"{node.name} reads {argument.name}, which its layer does not return"
             for written in _written_by(node):

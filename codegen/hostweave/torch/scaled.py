@@ -24,7 +24,7 @@ def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Lay
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
         if not found:
-            raise ProgramError(f'fp8={fp8!r}: the plan states the weight of no linear; state one, or write fp8={{"*_proj": "{fp8}"}}')
+            raise ProgramError(f'fp8={fp8!r}: the plan has no weight of a linear; add one, or write fp8={{"*_proj": "{fp8}"}}')
     elif isinstance(fp8, Mapping) and all(isinstance(pattern, str) for pattern in fp8):
         found = {name: scaling for pattern, scaling in fp8.items() for name in matching(pattern, linears, "linears", "fp8")}
     else:

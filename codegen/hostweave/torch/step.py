@@ -118,7 +118,7 @@ class TrainingStep(Differentiated):
         for name, parameter in written.items():
             if not isinstance(parameter, DTensor) and any(dim.axes for dim in self._part.graph.input_types[name].dims):
                 raise ArgumentError(
-                    f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
+                    f"{self._name}: {name} is replicated, but the plan shards it; make it a DTensor, or train without optimizer="
                 )
         self._expect_parameters()
         results = (self._add if self._added + 1 < self._accumulate else self._step)(given, group)
@@ -163,7 +163,7 @@ class TrainingStep(Differentiated):
     def _expect_parameters(self) -> None:
         held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self._updated if id(one.parameter) not in held), None):
-            raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}, and had it at compile; compile it again")
+            raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}; compile it again")
 
     def _next(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The numbers that the program takes, and for each parameter the state of the host after the step."""
@@ -174,7 +174,7 @@ class TrainingStep(Differentiated):
             before = [self._host_of(one) for one in members]
             if odd := next((one for one, host in zip(members, before, strict=True) if host != before[0]), None):
                 why = f"{odd.path} is at another step than {members[0].path}: {self._host_of(odd)} and {before[0]}"
-                raise ArgumentError(f"{self._name}: optimizer.state: {why}; give both the same state, or parameter groups of their own")
+                raise ArgumentError(f"{self._name}: optimizer.state: {why}; give both the same state, or separate parameter groups")
             step = recorded.next(self._name, before[0])
             hosts.update({id(one.parameter): step.host for one in members})
             names = self._numbers[kind]
@@ -351,9 +351,9 @@ def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch
 def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.optim.Optimizer) -> list[_Updated]:
     """The parameters with gradients, in the order of these. Raises ProgramError for an optimizer that does not fit."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ProgramError(f"optimizer: {optimizer!r} is no torch.optim.Optimizer; pass one that has the parameters of the module")
+        raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass one that has the parameters of the module")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ProgramError("optimizer: it has hooks of its step, which a program does not call; remove them, or leave optimizer= out")
+        raise ProgramError("optimizer: hooks on its step are not supported; remove them, or omit optimizer=")
     group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     names = {of: name for name, of in graph.parameters.items()}
     recorded: dict[object, Recorded] = {}
@@ -363,10 +363,10 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
             continue
         tensor = tensor_of(module, origin.name) if origin.kind == "parameter" else None
         if tensor is None or tensor not in group_of:
-            raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
+            raise ProgramError(f"optimizer: {origin.name} requires grad, but is not in the optimizer; add it, or freeze it")
         if node in graph.constants:
             raise ProgramError(
-                f"optimizer: the gradient of {origin.name} is the same whatever the module takes; freeze it, or leave optimizer= out"
+                f"optimizer: the gradient of {origin.name} does not depend on the inputs; freeze the parameter, or omit optimizer="
             )
         state = optimizer.state.get(tensor, {})
         alike = group_of[tensor], tuple(tensor.shape), tensor.dtype, bool(state)

@@ -126,7 +126,7 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
         size = size_of(value)
         return size if isinstance(size, int) or _takes_tensors(user) else _number(size, values)
     if isinstance(value, torch.Tensor):
-        raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is no input", location(user))
+        raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is not an input", location(user))
     return value
 
 

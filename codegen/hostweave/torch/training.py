@@ -42,14 +42,14 @@ class Differentiated(CompiledModule):
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
             f"{self._name}: capture: is compiled for training, where a call of it is not all that is computed; pass "
-            'options=hw.Options(graph="auto"), or compile it once more without gradients'
+            'options=hw.Options(graph="auto"), or compile it again without gradients'
         )
 
     def _expect_unchanged(self) -> None:
         super()._expect_unchanged()
         for origin, held, wanted in zip(self._joint.origins, self._held, self._wants, strict=True):
             if held is not None and (now := held.requires_grad) != wanted:
-                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, and had {wanted} at compile; compile it again")
+                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile; compile it again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
         """The tensor that the joint graph takes at this place; None for a constant."""
@@ -61,7 +61,7 @@ class Differentiated(CompiledModule):
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
             raise ArgumentError(
-                f"{self._name}: {origin.name} requires grad, and did not at compile; compile with example_inputs that require it, "
+                f"{self._name}: {origin.name} requires grad, but did not at compile; compile with example_inputs that require it, "
                 "or detach() it"
             )
         return tensor
@@ -193,7 +193,7 @@ class _Step(torch.autograd.Function):
         model: TrainingModule = ctx.model
         name = model._name
         if torch.is_grad_enabled():
-            raise ArgumentError(f"{name}: a derivative of the backward program is not compiled; call backward without create_graph=True")
+            raise ArgumentError(f"{name}: second derivatives are not compiled; call backward without create_graph=True")
         try:
             values = kept(ctx)
         except RuntimeError as error:

@@ -274,7 +274,7 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
     is_worth = in_sequence.micros - possible[0].micros >= gain_wanted(in_sequence.micros)
     wanted = stated.get(choice.name, (possible[0] if is_worth else in_sequence).name)
     if wanted not in (names := [way.name for way in possible]):
-        raise ProgramError(f"Options: ways: {choice.name}: {wanted} cannot be; one of {', '.join(names)}", reshard.location)
+        raise ProgramError(f"Options: ways: {choice.name}: {wanted} is not possible; use one of {', '.join(names)}", reshard.location)
     taken = possible[names.index(wanted)]
     return Choice(choice.value, choice.function, (taken, *(way for way in possible if way != taken)))
 

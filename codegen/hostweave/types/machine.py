@@ -54,9 +54,11 @@ class Network:
         numbers = {"bandwidth": self.bandwidth, "latency": self.latency, "ranks": self.ranks}
         for name, value in numbers.items():
             if not isinstance(value, int if name == "ranks" else int | float) or isinstance(value, bool) or not value > 0:
-                raise ProgramError(f"Network: {name}={value!r} is no number above 0; bandwidth is in bytes per second, latency in seconds")
+                raise ProgramError(
+                    f"Network: {name}={value!r} is not a number above 0; bandwidth is in bytes per second, latency in seconds"
+                )
         if not isinstance(self.source, str):
-            raise ProgramError(f"Network: source={self.source!r} is no text; say where the figures are from")
+            raise ProgramError(f"Network: source={self.source!r} is not a string; pass the origin of the figures")
 
     def seconds(self, size: float, messages: int = 1) -> float:
         """Seconds for `size` bytes from one GPU, in consecutive messages."""

@@ -41,7 +41,7 @@ class Mesh:
             if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
                 raise ProgramError.here(f"mesh axis {name!r} is not a name; use letters, digits and _")
             if names.count(name) > 1:
-                raise ProgramError.here(f"mesh axis {name} is given twice; give each axis a name of its own")
+                raise ProgramError.here(f"mesh axis {name} is given twice; name each axis differently")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ProgramError.here(f"mesh axis {name} has size {size!r}: it must be an int of at least 1")
         if self.size > MAX_RANKS:
@@ -74,8 +74,8 @@ class Mesh:
         found = [(name, sorted({self.coordinate(rank, name) for rank in chosen})) for name, _ in self.axes]
         block = [rank for rank in self.all_ranks if all(self.coordinate(rank, name) in kept for name, kept in found)]
         if tuple(block) != chosen:
-            why = f"{list(chosen)} is no block of {self} in its order"
-            raise ProgramError.here(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})")
+            why = f"{list(chosen)} is not a block of {self} in its order"
+            raise ProgramError.here(f"ranks: {why}, so its axes cannot be inferred; name them: .ranks([...], x={len(chosen)})")
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
     def with_sizes(self, sizes: int | Mapping[str, int]) -> Mesh:

@@ -367,7 +367,7 @@ class SizeReader(Lexer):
             axes.append((name, self.integer()))
         mesh = self._mesh_of(tuple(axes), members, start)
         if len(mesh.all_ranks) != mesh.size:
-            self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
+            self.fail(f"{mesh} has {mesh.size} positions for {len(mesh.all_ranks)} ranks; list every rank once")
         return mesh
 
     def mesh_axes(self) -> tuple[str, ...]:
@@ -392,5 +392,5 @@ class SizeReader(Lexer):
             return (first, *others)
         end = self.integer()
         if not first < end <= MAX_RANKS:
-            self.fail(f"ranks go from one to a greater one, {MAX_RANKS} at most, not from {first} to {end}", self.at - 1)
+            self.fail(f"a range of ranks must increase, up to {MAX_RANKS}, not from {first} to {end}", self.at - 1)
         return tuple(range(first, end))

@@ -209,11 +209,11 @@ class TensorType:
             if len(found) == 1:
                 return found[0]
             raise ValueError(
-                f"{self} has {len(found)} dims named {axis}: say which by its number" if found else f"{self} has no dim named {axis}"
+                f"{self} has {len(found)} dims named {axis}: choose one by its number" if found else f"{self} has no dim named {axis}"
             )
         rank = len(self.dims)
         if isinstance(axis, bool) or not isinstance(axis, int):
-            raise ValueError(f"{axis!r} is no dim of {self}; write its number or its name")
+            raise ValueError(f"{axis!r} is not a dim of {self}; write its number or its name")
         if not -rank <= axis < rank:
             raise ValueError(f"{self} has no dim {axis}: dims go from 0 to {rank - 1}" if rank else f"{self} has no dims")
         return axis % rank
@@ -229,7 +229,7 @@ class TensorType:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if twice is not None:
-            raise ProgramError(f"{self}: mesh axis {twice} is used twice; it can split one dim once", location)
+            raise ProgramError(f"{self}: mesh axis {twice} is used twice; each axis can split one dim", location)
         if mesh is None:
             return
         if self.mesh is not None and self.mesh is not mesh:
@@ -274,9 +274,9 @@ class TensorType:
 
         mesh = self.mesh_in(mesh)
         if not hasattr(arrays, "__len__"):
-            raise ArgumentError(f"unshard: {arrays!r} is no list of arrays; pass one a rank, in rank order")
+            raise ArgumentError(f"unshard: {arrays!r} is not a list of arrays; pass one per rank, in rank order")
         if len(arrays) != mesh.size:
-            raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
+            raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one per rank, in rank order")
         self.check(Location.of_caller(), mesh)
         for array in arrays:
             _check_rank(self, _shape_of(array, "unshard"))
@@ -285,7 +285,7 @@ class TensorType:
         for rank, array in zip(mesh.all_ranks, arrays, strict=True):
             if array.shape != (wanted := block_shape(self, mesh, rank, shape)):
                 raise ArgumentError(
-                    f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass what it holds"
+                    f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass its block"
                 )
             result[block_of(self, mesh, rank, shape)] = array
         return result
@@ -323,7 +323,7 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
         raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
     _check_rank(type_, shape)
     if any(size < 0 for size in shape):
-        raise ArgumentError(f"{word}: {list(shape)} is the shape of no array; give that of the global one")
+        raise ArgumentError(f"{word}: {list(shape)} is not a shape; pass that of the global array")
     bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
     return block_of(type_, mesh, rank, shape)
 
@@ -341,7 +341,7 @@ def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
 
 def _shape_of(array: Any, word: str) -> Shape:
     if not isinstance(shape := getattr(array, "shape", None), tuple):
-        raise ArgumentError(f"{word}: {type(array).__name__} is no array; pass np.asarray of it")
+        raise ArgumentError(f"{word}: {type(array).__name__} is not an array; pass np.asarray of it")
     return shape
 
 
@@ -419,7 +419,7 @@ def bind_sizes(
             if size % parts and (parts > ranks or (uneven is not None and not dim.size.is_uneven(parts, uneven))):
                 of_each = " in two pieces each" if parts > ranks else ""
                 raise ArgumentError(
-                    f"{place} ({dim.size} = {size}) cannot be shared evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
+                    f"{place} ({dim.size} = {size}) cannot be divided evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
                     f"pad it to {-(-size // parts) * parts}"
                 )
     return sizes

@@ -62,7 +62,7 @@ bool is_captured(cudaStream_t stream) {
   const cudaError_t cudaStreamGetCaptureInfo = ::cudaStreamGetCaptureInfo(stream, &status);
   if (cudaStreamGetCaptureInfo == cudaErrorStreamCaptureImplicit) {
     cudaGetLastError();
-    throw CaptureError("another stream is being captured, and the default stream cannot be used meanwhile; pass stream=");
+    throw CaptureError("the default stream cannot be used while another stream is captured; pass stream=");
   }
   HW_CHECK(cudaStreamGetCaptureInfo);
   return status != cudaStreamCaptureStatusNone;
@@ -210,7 +210,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   member_.expect_working();
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
-    throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
+    throw CaptureError("the stream is being captured, and cannot launch another graph; call the program instead");
   or_stop([&] { make_call(caller, [&] { launch(graph, caller); }); });
 }
 

@@ -219,5 +219,5 @@ def test_what_is_reduced_cannot_become_partial() -> None:
     with pytest.raises(ProgramError) as caught:
         plan(source, target, Mesh(x=2), {}, None)
     assert str(caught.value) == (
-        "reshard: f32[M] cannot become f32[M] partial(sum, x): what is partial in it was reduced before; leave partial(sum, x) out"
+        "reshard: f32[M] cannot become f32[M] partial(sum, x): its partial sum was reduced already; remove partial(sum, x)"
     )

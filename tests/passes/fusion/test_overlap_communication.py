@@ -94,7 +94,7 @@ CASES = {
         %dw: bf16[K, N] async = all_reduce(%p, axes=(x), reduction=sum)
         %dx: bf16[M@x, K] = matmul(%dy, %w)""",
     ),
-    "a view of the result is no use of it": (
+    "a view of the result is not a use of it": (
         SUM,
         """%t: bf16[K, M@x] = permute_dims(%x, axes=(1, 0))
         %p: bf16[K, N] partial(sum, x) = matmul(%t, %dy)
@@ -131,7 +131,7 @@ SAME = {
         "%x: bf16[M@x, K], %z: bf16[8], %w: bf16[K, N]",
         "%a: bf16[8] = negative(%z)\n%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, N] = matmul(%g, %w)",
     ),
-    "another communication is no work that hides it": (
+    "another communication is not work that hides it": (
         "%x: bf16[M@x, K], %y: bf16[M@x, K]",
         """%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
         %h: bf16[M, K] = all_gather(%y, dim=0, axes=(x))

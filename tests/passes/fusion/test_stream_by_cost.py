@@ -99,8 +99,8 @@ def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
     [
         ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or leave it out"),
         ({"sizes": {"M": 1.5}}, "sizes: M=1.5: a typical size is an int"),
-        ({"sizes": ["M"]}, "sizes=['M'] is no mapping of names; write sizes={...}"),
-        ({"ways": "none"}, "ways='none' is no mapping of names; write ways={...}"),
+        ({"sizes": ["M"]}, "sizes=['M'] is not a dict of names; write sizes={...}"),
+        ({"ways": "none"}, "ways='none' is not a dict of names; write ways={...}"),
         ({"tf32": "no"}, "tf32='no' is neither True nor False; write one of them"),
     ],
 )
@@ -193,8 +193,8 @@ def test_stated_ways() -> None:
     assert taken(GATHER, ways={"@f %g": "p2p(2)"}) == ["p2p(2)"]
     with pytest.raises(ProgramError) as caught:
         taken(GATHER, ways={"@f %g": "put(3)"})
-    assert "@f %g: put(3) cannot be; one of put(2), " in str(caught.value)
-    with pytest.raises(ProgramError, match=r"f: Options: ways: there is nothing to choose for @f %y; what can be stated: @f %g"):
+    assert "@f %g: put(3) is not possible; use one of put(2), " in str(caught.value)
+    with pytest.raises(ProgramError, match=r"f: Options: ways: there is nothing to choose for @f %y; choices at these sizes: @f %g"):
         hw.compile(fusion(*GATHER, "x=2"), options=Options(sizes=LARGE, ways={"@f %y": "none"}))
 
 
@@ -275,7 +275,7 @@ def test_machine_as_json() -> None:
     for wrong in ("", "[]", "{}", H200.to_json().replace("put", "pot"), H200.to_json().replace('"flops": 8', '"flops": -8')):
         with pytest.raises(ProgramError, match=r"h200.json: holds no figures of a machine .*; remove it, and run hostweave calibrate"):
             Machine.from_json(wrong, "h200.json")
-    with pytest.raises(ProgramError, match=r"Options: machine='H200' is no hw.Machine"):
+    with pytest.raises(ProgramError, match=r"Options: machine='H200' is not an hw.Machine"):
         Options(machine="H200")  # type: ignore[arg-type]
 
 

@@ -85,7 +85,7 @@ class FieldRanks:
                 ready = [rank for rank in left if self.is_ready(queues[rank])]
                 if not ready:
                     waiting = "\n".join(f"  {queues[rank].now}" for rank in left)
-                    raise ExecutionError(f"deadlock: no rank can go on:\n{waiting}")
+                    raise ExecutionError(f"deadlock: no rank can proceed:\n{waiting}")
                 first = min(ready, key=lambda rank: queues[rank].done)
                 together = [rank for rank in ready if self.is_alike(queues, first, rank)]
                 self.step(together, [operation for rank in together if (operation := queues[rank].now)], queues[first].is_posted)

@@ -189,7 +189,7 @@ def attention_backward(
     ):
         if (x.dtype, x.type.shape) != (dtype, shape):
             wanted = f"{dtype}[{', '.join(map(str, shape))}]"
-            raise ProgramError.here(f"attention_backward: {name} is {x.type}, not {wanted}; pass what attention gave, or its gradient")
+            raise ProgramError.here(f"attention_backward: {name} is {x.type}, not {wanted}; pass the result of attention, or its gradient")
     masks, words = _check_masks(query, key, lengths, bias, offsets)
     factor = _scale_of(query, scale)
     if not why_composed(query.type, value.type):
@@ -228,9 +228,9 @@ def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Ten
 
 def _check_causal(causal: str | None, window: int | None) -> None:
     if causal not in (None, TOP_LEFT, BOTTOM_RIGHT):
-        raise ProgramError.here(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them')
+        raise ProgramError.here(f'attention: causal={causal!r} is not one of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them')
     if window is not None and (causal is None or not isinstance(window, int) or window < 1):
-        raise ProgramError.here(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more")
+        raise ProgramError.here(f"attention: window={window!r} must be an int of at least 1, together with causal=")
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -258,14 +258,14 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
     if not enable_gqa and q[-3] != k[-3]:
         raise ProgramError.here(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads")
     if group is None or not group.is_int:
-        raise ProgramError.here(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints")
+        raise ProgramError.here(f"attention: {shapes}: the key's heads do not divide the query's heads; use int sizes that divide")
     return int(group)
 
 
 def _scale_of(query: Tensor, scale: float | None) -> float:
     size = query.type.shape[-1]
     if scale is None and not size.is_int:
-        raise ProgramError.here(f"attention: {size}, the last dim of the query, is not known at compile time; pass scale=")
+        raise ProgramError.here(f"attention: {size}, the query's last dim, is unknown at compile time; pass scale=")
     return float(scale) if scale is not None else 1 / sqrt(int(size))
 
 
@@ -365,9 +365,9 @@ def _check_masks(
 def _check_mask(mask: Tensor, scores: tuple[Size, ...]) -> None:
     if not _broadcasts(mask.type.shape, scores):
         wanted = ", ".join(map(str, scores))
-        raise ProgramError.here(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
+        raise ProgramError.here(f"attention: the mask {mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
     if mask.dtype.kind not in ("bool", "float"):
-        raise ProgramError.here(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0")
+        raise ProgramError.here(f"attention: the mask {mask.type} is neither bool nor float; compare it: mask != 0")
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:

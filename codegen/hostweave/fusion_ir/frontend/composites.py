@@ -56,7 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.type.shape[-1] != weight.type.shape[1]:
         raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; the weight is [N, K]")
     if bias is not None and bias.type.shape != weight.type.shape[:1]:
-        raise ProgramError.here(f"linear: the bias is {bias.type}, and the weight {weight.type}; it has one element for each row")
+        raise ProgramError.here(f"linear: the bias is {bias.type}, and the weight {weight.type}; pass one element per row of the weight")
     product = hw.matmul(x, weight.T)
     return product if bias is None else product + bias
 
@@ -96,7 +96,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
-        raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is no int; write an int, or ints for the sizes")
+        raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is not an int; write an int, or int sizes")
     # Rounding error of the mean and square in one tensor: ranks reduce both at once.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
@@ -173,7 +173,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
     """
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and not _broadcasts(other.type.shape, x.type.shape):
-            raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right")
+            raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; pass a shape that broadcasts to x")
     return dim_of(x, axis, kind)
 
 
@@ -231,9 +231,9 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     if scaling not in GROUPS:
         raise ProgramError.here(f"quantize: there is no scaling {scaling!r}; {did_you_mean(scaling, GROUPS)}")
     if dtype not in LARGEST:
-        raise ProgramError.here(f"quantize: {dtype!r} is no dtype of 8-bit floats; use hw.f8e4m3 or hw.f8e5m2")
+        raise ProgramError.here(f"quantize: {dtype!r} is not a dtype of 8-bit floats; use hw.f8e4m3 or hw.f8e5m2")
     if x.dtype.kind != "float" or x.ndim < (2 if scaling == "block2d" else 1):
-        raise ProgramError.here(f"quantize: {x.type} is no tensor of floats with rows; use hw.astype, and hw.reshape")
+        raise ProgramError.here(f"quantize: {x.type} is not a tensor of floats with rows; use hw.astype, and hw.reshape")
     shape, whole = x.type.shape, _wide(x)
     split = _in_blocks(shape, scaling)
     wide = hw.reshape(whole, *map(str, split)) if split != shape else whole
@@ -292,7 +292,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     for name, table in (("cos", cos), ("sin", sin)):
         shape = table.type.shape
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
-            raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]")
+            raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
     of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
@@ -334,7 +334,9 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
         raise ProgramError.here(f"uniform: {why}; reshape it")
     for name, value in (("seed", seed), ("draw", draw)):
         if isinstance(value, int) and not fits(value, u32):
-            raise ProgramError.here(f"uniform: {name}={value} is no u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
+            raise ProgramError.here(
+                f"uniform: {name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims"
+            )
     places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
     numbers = record("philox", *places, *(0 for _ in range(len(places), MAX_RANDOM_DIMS)), seed, draw)
     return numbers if counter else hw.reshape(numbers)

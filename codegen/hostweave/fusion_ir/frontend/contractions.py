@@ -35,7 +35,7 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
         for letter, size in zip(term, operand.type.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 why = f"{letter} is {sizes[letter]} and {size} of {operand.type}"
-                raise ProgramError.here(f"einsum: {subscripts!r}: {why}; dims of one letter have one size")
+                raise ProgramError.here(f"einsum: {subscripts!r}: {why}; dims with the same letter must have equal sizes")
     (total, labels), *others = ((operand, tuple(term)) for operand, term in zip(operands, terms, strict=True))
     while others:
         (right, of_right), *others = others
@@ -59,7 +59,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
     if isinstance(axes, int):
         if isinstance(axes, bool) or not 0 <= axes <= min(a.ndim, b.ndim):
             why = f"axes={axes} of {a.type} and {b.type}"
-            raise ProgramError.here(f"tensordot: {why}: it is from 0 to the dims that both have; or name the dims of each")
+            raise ProgramError.here(f"tensordot: {why}: pass a number from 0 to the smaller number of dims, or name the dims of each")
         axes = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
     if not isinstance(axes, tuple | list) or len(axes) != 2:
         raise ProgramError.here(f"tensordot: axes={axes!r} is neither a number nor a pair; write ((0, 1), (0, 1))")
@@ -68,11 +68,13 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
         for x, given in zip((a, b), axes, strict=True)
     )
     if len(of_a) != len(of_b) or len(set(of_a)) < len(of_a) or len(set(of_b)) < len(of_b):
-        raise ProgramError.here(f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name as many, each once")
+        raise ProgramError.here(
+            f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name the same number of dims in both, each once"
+        )
     for i, j in zip(of_a, of_b, strict=True):
         if a.type.shape[i] != b.type.shape[j]:
             why = f"dim {i} of {a.type} and dim {j} of {b.type} differ"
-            raise ProgramError.here(f"tensordot: {why}; dims that are multiplied have one size")
+            raise ProgramError.here(f"tensordot: {why}; contracted dims must have equal sizes")
     left: Labels = tuple(f"a{i}" for i in range(a.ndim))
     right: Labels = tuple(left[of_a[of_b.index(j)]] if j in of_b else f"b{j}" for j in range(b.ndim))
     return _product(a, left, b, right, tuple(label for label in (*left, *right) if (label in left) != (label in right)))
@@ -88,13 +90,13 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
         raise ProgramError.here(f"einsum: {subscripts!r}: {why}")
 
     if not isinstance(subscripts, str):
-        fail("it is no text; write the letters of each operand and of the result, like 'ij,jk->ik'")
+        fail("not a string; write the letters of each operand and of the result, such as 'ij,jk->ik'")
     if "." in subscripts:
         fail("an ellipsis is not supported; write a letter for each dim")
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = given.split(",")
     if not all(letter.isalpha() and letter.isascii() for letter in "".join((*terms, result))):
-        fail("it has more than letters, commas and one arrow; write it like 'ij,jk->ik'")
+        fail("it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'")
     if len(terms) != len(operands):
         fail(f"{len(terms)} terms for {len(operands)} operands; write one for each")
     for term, operand in zip(terms, operands, strict=True):
@@ -107,7 +109,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
     counts = Counter("".join(terms))
     result = result if arrow else "".join(sorted(letter for letter, count in counts.items() if count == 1))
     if unknown := sorted(set(result) - set(counts)):
-        fail(f"no operand has {unknown[0]}, which the result has; leave it out")
+        fail(f"no operand has {unknown[0]}, but the result does; remove it")
     if len(set(result)) < len(result):
         fail(f"the result {result!r} has a letter twice; name it once")
     return terms, result

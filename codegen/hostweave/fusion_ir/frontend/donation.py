@@ -26,7 +26,7 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     names = [donate] if isinstance(donate, str) else list(donate)
     for name in names:
         if name not in inputs:
-            raise ProgramError(f"{here}: donate: {name!r} is no input; {did_you_mean(str(name), inputs)}", location)
+            raise ProgramError(f"{here}: donate: {name!r} is not an input; {did_you_mean(str(name), inputs)}", location)
         if names.count(name) > 1:
             raise ProgramError(f"{here}: donate: {name} is named twice; name it once", location)
     open_ = {name: _candidates(here, trace, inputs[name], name, outputs, donate, location) for name in names}
@@ -86,7 +86,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
         raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)
     several = " and ".join(map(str, numbers))
     example = f'donate={{"{name}": {numbers[0]}, ...}}'
-    raise ProgramError(f"{here}: donate: results {several} are of {given.type} and computed from {name}; say which by {example}", location)
+    raise ProgramError(f"{here}: donate: results {several} are of {given.type} and computed from {name}; choose one: {example}", location)
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:

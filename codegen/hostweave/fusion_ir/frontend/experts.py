@@ -82,7 +82,7 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     if not x.ndim:
         raise ProgramError.here(f"nonzero: {x.type} has no dims; use hw.reshape(x, 1)")
     if not wanted.is_int:
-        raise ProgramError.here(f"nonzero: size={size} is no int; write the largest number of rows")
+        raise ProgramError.here(f"nonzero: size={size} is not an int; write the upper bound of the number of rows")
     flat = hw.reshape(x, str(product(x.type.shape))) if x.ndim > 1 else x
     is_there = flat if flat.dtype.kind == "bool" else flat != 0
     length, count = flat.type.shape[0], int(wanted)
@@ -93,7 +93,7 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     places = [order]
     for dim in reversed(x.type.shape[1:]):
         if not dim.is_int:
-            raise ProgramError.here(f"nonzero: dim {dim} of {x.type} is no int; only the first dim may be symbolic")
+            raise ProgramError.here(f"nonzero: dim {dim} of {x.type} is not an int; only the first dim may be symbolic")
         places[:1] = [places[0] // int(dim), places[0] % int(dim)]
     total = hw.sum(hw.astype(is_there, i64), 0, keepdims=True)
     rows = hw.concat([hw.expand_dims(place, 1) for place in places], axis=1) if len(places) > 1 else hw.expand_dims(order, 1)
@@ -119,7 +119,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         spread = hw.broadcast_to(wide, *shape[: axis + 1], repeats, *shape[axis + 1 :])
         return hw.reshape(spread, *shape[:axis], str(size * repeats), *shape[axis + 1 :])
     if total is None:
-        raise ProgramError.here("repeat_interleave: the size of the result is known only at a call; state the largest by total=")
+        raise ProgramError.here("repeat_interleave: the size of the result is unknown at compile time; pass its upper bound as total=")
     if repeats.dtype.kind not in INTS or repeats.type.shape != (size,):
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, and not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
@@ -174,7 +174,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     mesh = experts.type.mesh_in(experts._trace.mesh)
     known = dict(mesh.axes)
     if unknown := [name for name in names if name not in known]:
-        raise ProgramError.here(f"moe_routing: {unknown[0]} is no axis of {mesh}; the axes are {', '.join(known)}")
+        raise ProgramError.here(f"moe_routing: {unknown[0]} is not an axis of {mesh}; the axes are {', '.join(known)}")
     ranks = mesh.size_of(names)
     if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
         raise ProgramError.here(f"moe_routing: experts are {experts.type}, and not ints [T, k] with k an int; use hw.reshape")

@@ -196,7 +196,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
         raise ProgramError.here(f"arange: start={start!r}, step={step!r}: both are ints, and step is not 0; write hw.arange('M') + first")
     _expect_dtype("arange", dtype)
     if dtype == bool_:
-        raise ProgramError.here("arange: a vector of bools counts nothing; use an integer or floating dtype")
+        raise ProgramError.here("arange: dtype bool is not supported; use an integer or floating dtype")
     end = Size(stop) if type(stop) is int else _size_of(stop, "arange")
     if end.is_int:
         count: Size | None = Size(len(range(start, int(end), step)))
@@ -215,7 +215,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
 def _constant(name: str, shape: SizeLike | Sequence[SizeLike], value: Scalar, dtype: DType) -> Tensor:
     _expect_dtype(name, dtype)
     if isinstance(value, Tensor) or not isinstance(value, int | float):
-        raise ProgramError.here(f"{name}: {value!r} is no Python number; use hw.broadcast_to on a tensor")
+        raise ProgramError.here(f"{name}: {value!r} is not a Python number; use hw.broadcast_to on a tensor")
     if dtype.kind in ("int", "uint", "bool"):
         bits = 1 if dtype == bool_ else 8 * dtype.itemsize
         least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "int" else (0, (1 << bits) - 1)
@@ -284,7 +284,7 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     known = [_size_of(dim, "reshape") for dim in sizes if dim != -1]
     rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(sizes) - 1 else Size()
     if rest is None or len(known) < len(sizes) - 1:
-        raise ProgramError.here(f"reshape: -1 cannot be told for {x.type} to {list(sizes)}; write every dim")
+        raise ProgramError.here(f"reshape: -1 cannot be inferred for {x.type} to {list(sizes)}; write every dim")
     shape = tuple(rest if dim == -1 else Size.of(dim) for dim in sizes)
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
@@ -371,7 +371,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     Example: `hw.pad(x, (1, 2))` of `f32[M, N]` is `f32[M, (N + 3)]`.
     """
     if mode != "constant":
-        raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; take other modes together by slices and hw.concat")
+        raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; build other modes from slices and hw.concat")
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
         raise ProgramError.here(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first")
     if not fits(value, x.dtype):

@@ -82,16 +82,16 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
             raise fail("is not made of ints; split a dim by hw.reshape where its parts have names")
     if step < 1:
-        raise fail("goes backwards; steps are at least 1")
+        raise fail("has a negative step; use a step of at least 1")
     start, stop = (
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
     least, most, size = map(_if_large, (start, stop, whole))  # enough to compare bounds of one dim
     if not 0 <= least <= size or not 0 <= most <= size:
-        raise fail(f"goes outside of it; stay between 0 and {whole}")
+        raise fail(f"is out of range; stay between 0 and {whole}")
     if least >= most:
-        raise fail("takes nothing; take at least one element")
+        raise fail("is empty; take at least one element")
     taken = _steps(start, stop, whole, step)
     if taken == whole and step == 1:
         return x

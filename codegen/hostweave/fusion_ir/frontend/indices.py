@@ -45,7 +45,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
     if axis is None and x.ndim != 1:
-        raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; say along which one by axis=")
+        raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; choose one by axis=")
     number = dim_of(x, 0 if axis is None else axis, "take")
     rows = _numbers(x, number)
     index, rank = record("index", indices, rows), x.ndim - 1 + indices.ndim
@@ -225,7 +225,7 @@ def _start(
     """Start of a slice with `length` elements: an i64 without dims, or with the first of the dims `before` it."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
-        raise ProgramError.here(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}")
+        raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")
     if isinstance(start, int) and fits(start, i64):
         start = record("fill", target=TensorType(i64, ()), beside=x, value=start)
     is_one = isinstance(start, Tensor) and not _some(one != Size() for one in start.type.shape)
@@ -392,7 +392,9 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
     gone = {dim_of(x, one, "squeeze") for one in given}
     for number in sorted(gone):
         if x.type.shape[number] != Size():
-            raise ProgramError.here(f"squeeze: dim {number} of {x.type} has more than one element; take one by an index, or reduce it")
+            raise ProgramError.here(
+                f"squeeze: dim {number} of {x.type} has more than one element; select one by an index, or reduce the dim"
+            )
     return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
 
 

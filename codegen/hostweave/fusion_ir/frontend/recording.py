@@ -75,7 +75,7 @@ def record(
         if (trace := being_traced.get()) is None:
             raise ProgramError(f"{written or kind}: no function is being traced; call it in the function of an hw.fusion", location)
         if unknown := [name for size in target.shape for name in size.symbols if name not in trace.symbols]:
-            why = f"no input has a dim {unknown[0]}, so nothing tells its size; give it to an input, or write an int"
+            why = f"no input has a dim {unknown[0]}, so its size is unknown; add it to an input, or write an int"
             raise ProgramError(f"{written or kind}: {why}", location)
         return trace.record(Op(kind, (), Value("", target), attributes(**values), location), operands, (), target)
     if not known:
@@ -103,6 +103,6 @@ def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str) -> tuple[int, ...]:
     """Sorted numbers of the dims that a reduction is over, by default all."""
     if not hasattr(x, "_trace"):
-        raise ProgramError.here(f"{kind}: {x!r} is no tensor of this fusion; make it an input")
+        raise ProgramError.here(f"{kind}: {x!r} is not a tensor of this fusion; make it an input")
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     return tuple(sorted(dim_of(x, a, kind) for a in given))

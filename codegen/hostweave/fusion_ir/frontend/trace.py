@@ -122,11 +122,13 @@ class Tensor:
         Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, overlapped with the matmuls.
         """
         if self._op is None:
-            raise ProgramError.here(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})")
+            raise ProgramError.here(f"stream: %{self._name} is an input; stream a value computed from it, or hw.copy({self._name})")
         if self._op.callee:
-            raise ProgramError.here(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function")
+            raise ProgramError.here(
+                f"stream: the value is the result of the function @{self._op.callee.name}; stream a tensor in the function"
+            )
         if self._value.stream is not None:
-            raise ProgramError.here("stream: this value is streamed already; state one dim, once")
+            raise ProgramError.here("stream: the value is already streamed; stream one dim only")
         number = dim_of(self, dim, "stream")
         self._check_stream(self._op, number, chunks)
         if chunking is not None and chunking not in CHUNKINGS:
@@ -176,7 +178,7 @@ class Tensor:
         return int(self.type.shape[0])
 
     def __setitem__(self, key: Any, value: Any = None) -> NoReturn:
-        raise ProgramError.here("a tensor is a value and does not change; make another one by hw.where or hw.concat")
+        raise ProgramError.here("tensors are immutable; create a new one by hw.where or hw.concat")
 
     __delitem__ = __setitem__
 
@@ -211,7 +213,7 @@ class Tensor:
 
     def __round__(self, digits: int | None = None) -> Tensor:
         if digits is not None:
-            raise ProgramError.here(f"round: digits={digits!r}: a tensor is rounded to integers; scale it before and after")
+            raise ProgramError.here(f"round: digits={digits!r}: only digits=0 is supported; scale the tensor before and after")
         return record("round", self)
 
     def __matmul__(self, other: Tensor) -> Tensor:
@@ -284,9 +286,11 @@ class _Trace:
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
-            raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+            raise ProgramError(f"{kind}: the tensors belong to different fusions; make one of them an input", location)
         if self.is_traced:
-            raise ProgramError(f"{kind}: the function of {known[0].type} has returned; compute in it, or with what a run gives", location)
+            raise ProgramError(
+                f"{kind}: the function of {known[0].type} has returned; use the tensor inside it, or use the result of run", location
+            )
         if target is not None:
             mesh = known[0].type.mesh if known else None
             target = placed_on(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=mesh)
@@ -360,12 +364,12 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
     """A type in a program on mesh `program`, whose own mesh is omitted.
 
-    Raises ProgramError if the type's mesh is no part of the program's.
+    Raises ProgramError if the type's mesh is not part of the program's.
     """
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:
-            raise ProgramError(f"{type}: {mesh} is no part of {program}; take ranks from there, as mesh.ranks([0, 1])", location)
+            raise ProgramError(f"{type}: {mesh} is not part of {program}; take ranks from there, as mesh.ranks([0, 1])", location)
         mesh = Mesh(mesh.axes, tuple(range(mesh.size)))
     placed = replace(type, mesh=None if mesh and (mesh.axes, tuple(mesh.all_ranks)) == (program.axes, tuple(program.all_ranks)) else mesh)
     placed.check(location, program)

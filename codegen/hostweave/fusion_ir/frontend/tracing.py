@@ -87,7 +87,7 @@ def traced(
         elif result._name is None and len(outputs) == 1:
             trace.name(result, unique_name("y", trace.named))
     if not inputs:
-        raise ProgramError(f"{word} @{name} has no inputs; a program computes on tensors: give it one", location)
+        raise ProgramError(f"{word} @{name} has no inputs; add at least one tensor parameter", location)
     finished = replace(_finished(name, trace, outputs), donated=donated)
     finished = repeat_calls(finished) if word == "fusion" else finished
     verify_fusion(finished)
@@ -110,10 +110,10 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
     try:
         declared = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ProgramError(f"{here}: {function!r} is no function; write a def below the line of the decorator", location) from None
+        raise ProgramError(f"{here}: {function!r} is not a function; write a def below the line of the decorator", location) from None
     for p in declared:
         if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
-            raise ProgramError(f"{here}: inputs are passed by name, so that {p} cannot be one; write a plain x", location)
+            raise ProgramError(f"{here}: inputs are passed by name, so {p} is not possible; write a plain parameter such as x", location)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
     for name in (names := list(dict.fromkeys((*named, *inputs)))):
@@ -199,12 +199,12 @@ class Function:
         self._function, self._inputs, self._location = function, inputs, location
         if not self.name:
             raise ProgramError(
-                f"function {getattr(function, '__name__', function)}: it has no name of ASCII letters, digits and _; write it with def",
+                f"function {getattr(function, '__name__', function)}: its name is not of ASCII letters, digits and _; use def",
                 location,
             )
         self._parameters = parameters(function, inputs, "function", location)
         if not self._parameters:
-            raise ProgramError(f"function @{self.name} has no parameters; a function computes on tensors, give it one", location)
+            raise ProgramError(f"function @{self.name} has no parameters; add at least one tensor parameter", location)
 
     def __repr__(self) -> str:
         return f"<hostweave function {self.name}>"
@@ -237,7 +237,7 @@ class Function:
             if name not in given:
                 self._refuse(f"{name} is missing")
             if not isinstance(given[name], Tensor):
-                self._refuse(f"{name} is {given[name]!r}, which is no tensor of a fusion")
+                self._refuse(f"{name} is {given[name]!r}, which is not a tensor of a fusion")
         return [given[name] for name in self._parameters]
 
     def _refuse(self, why: str) -> NoReturn:
@@ -255,7 +255,7 @@ class Function:
                     del trace.functions[self]
         found = trace.functions[self]
         if found is None:
-            raise ProgramError.here(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop")
+            raise ProgramError.here(f"call: @{self.name} calls itself, and tracing would not end; use a Python loop")
         return found
 
 

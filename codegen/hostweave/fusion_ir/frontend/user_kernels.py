@@ -95,13 +95,13 @@ def _argument(arg: object, mesh: Mesh) -> Argument:
         return Argument("in", type=arg.type)
     if isinstance(arg, TensorType):
         if arg.mesh not in (None, mesh):
-            raise ProgramError.here(f"kernel: {arg}: what it writes is where its tensors are, on {mesh}; leave .on out, and reshard that")
+            raise ProgramError.here(f"kernel: {arg}: outputs are on the mesh of its tensors, {mesh}; remove .on, and reshard the output")
         return Argument("out", type=replace(arg, mesh=None))
     if isinstance(arg, str):
         return Argument("size", dim=_dim(arg))
     if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):
         return Argument("number", number=arg)
-    raise ProgramError.here(f"kernel: {arg!r} is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number")
+    raise ProgramError.here(f"kernel: {arg!r} is not an argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number")
 
 
 def _dim(dim: int | str) -> Dim:
@@ -118,7 +118,7 @@ def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise ProgramError.here(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++") from None
         except UnicodeDecodeError:
-            raise ProgramError.here(f"kernel: {path}: is no UTF-8; give the path of a file of CUDA C++") from None
+            raise ProgramError.here(f"kernel: {path}: is not UTF-8; give the path of a file of CUDA C++") from None
     frame = sys._getframe(1)
     while frame.f_back is not None and is_of_package(frame):
         frame = frame.f_back
@@ -140,19 +140,19 @@ def _check(source: UserKernel) -> None:
         )
     declared = source.signature
     if declared is None:
-        raise ProgramError.here(f"kernel: the source has no `__global__ void {name}(...)`; name= is the function to launch")
+        raise ProgramError.here(f"kernel: the source has no `__global__ void {name}(...)`; set name= to the function to launch")
     if source.cpu and not re.search(rf"\bvoid\s+{name}\s*\(", "\n".join(source.cpu)):
-        raise ProgramError.here(f"kernel: the source for the CPU has no `void {name}(...)`; it takes the same parameters")
+        raise ProgramError.here(f"kernel: the source for the CPU has no `void {name}(...)`; define it with the same parameters")
     parameters = [p.strip() for p in declared[declared.index("(") + 1 : -1].split(",") if p.strip()]
     if len(parameters) != len(source.arguments):
-        raise ProgramError.here(f"kernel: {name} takes {len(parameters)} parameters, and {len(source.arguments)} args are given")
+        raise ProgramError.here(f"kernel: {name} takes {len(parameters)} parameters, but {len(source.arguments)} args are given")
     for parameter, argument in zip(parameters, source.arguments, strict=True):
         _check_parameter(name, parameter, argument)
     known = {dim for a in source.arguments if a.type for dim in a.type.dims}
     for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
         if not dim.size.is_int and dim not in known:
             wanted = ", ".join(dict.fromkeys(str(d) for d in known if not d.size.is_int)) or "none"
-            raise ProgramError.here(f"kernel: {dim} is no dim of the tensors of {name}; theirs are {wanted}")
+            raise ProgramError.here(f"kernel: {dim} is not a dim of the tensors of {name}; theirs are {wanted}")
 
 
 def _check_parameter(name: str, parameter: str, argument: Argument) -> None:

@@ -38,7 +38,7 @@ def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, 
     for bound in (starts, ends):
         groups = (*batch, starts.shape[-1] if is_outer else other.shape[-3])
         if bound.dtype != i32 or bound.shape != groups:
-            return f"{bound} is no i32 for each group; use hw.astype, one int for each matrix of w"
+            return f"{bound} is not an i32 for each group; use hw.astype, one int for each matrix of w"
     return ""
 
 
@@ -75,7 +75,7 @@ def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, 
     found, last = [], 0
     for start, end in ((int(starts[e]), int(ends[e])) for e in range(len(starts))):
         if start < end and start < last:
-            raise IndexError(f"groups overlap: one begins at row {start}, and the one before ends at row {last}; offsets do not decrease")
+            raise IndexError(f"groups overlap: one begins at row {start}, and the one before ends at row {last}; offsets must not decrease")
         last = max(last, end)
         found.append((min(max(start - first, 0), rows), min(max(end - first, 0), rows)))
     return found

@@ -232,7 +232,9 @@ def _update(types: Types, op: Op) -> TensorType:
             raise Mismatch(f"{update} does not go into {x}: dim {axis} is not cut, and differs; give it a start")
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
-            raise Mismatch(f"dim {axis} starts at {start}, which is no i64 of no dims, or of those before the first that is cut; use start")
+            raise Mismatch(
+                f"dim {axis} starts at {start}, which is not an i64 of no dims, or of those before the first that is cut; use start"
+            )
         _rows(rows, x.shape[axis])
     return unsharded(x)
 

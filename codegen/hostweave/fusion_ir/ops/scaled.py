@@ -42,7 +42,7 @@ def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType
     """Reason why there is no scaled matmul of these operands, or ""."""
     for operand in (a, b):
         if operand.dtype.kind != "float" or operand.dtype.itemsize != 1:
-            return f"{operand} is no tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"
+            return f"{operand} is not a tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"
     if other := next((scale for scale in scales if scale.dtype != f32), None):
         return f"the scales {other} are not of f32; use hw.astype(scale, hw.f32)"
     if other := next((each for each in (a, b, *scales) if len(each.shape) != 2), None):

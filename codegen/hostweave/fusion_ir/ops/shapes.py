@@ -42,7 +42,7 @@ def _shape_text(shape: tuple[Size, ...]) -> str:
 def _transpose(types: Types, op: Op) -> TensorType:
     axes = op[ORDER]
     if sorted(axes) != list(range(len(types[0].dims))):
-        raise Mismatch(f"axes={axes} is no order of the {len(types[0].dims)} dims of {types[0]}; name each once")
+        raise Mismatch(f"axes={axes} is not an order of the {len(types[0].dims)} dims of {types[0]}; name each once")
     return TensorType(types[0].dtype, tuple(Dim(types[0].shape[i]) for i in axes))
 
 

@@ -116,7 +116,7 @@ class Chunk(View):
 
     def type_of(self, source: BufferType) -> BufferType:
         if self.count == Size(0):
-            raise ValueError("a dim is cut into at least one chunk: write the number of them")
+            raise ValueError("the number of chunks must be at least 1: correct it")
         chunk = source.shape[self.dim].divided_by(self.count)
         if chunk is None or (not chunk.factors and chunk.divisor != 1):
             raise ValueError(f"cannot cut {source.shape[self.dim]} into {self.count} chunks")
@@ -209,7 +209,7 @@ class Choose(View):
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
         if types[self.other] != types[self.src]:
-            raise ValueError(f"%{self.other} is {types[self.other]}: choose between buffers of one type and layout")
+            raise ValueError(f"%{self.other} is {types[self.other]}: both buffers must have the same type and layout")
         return super().defined(types)
 
 

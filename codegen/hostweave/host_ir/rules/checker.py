@@ -56,14 +56,14 @@ class Checker:
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
         for pool in pools:
             if pool.count > MAX_POOL:
-                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and walk them round robin")
+                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and use them in turn (index % count)")
             if pool.count < 1:
-                self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
+                self.fail(f"{pool.name}[{pool.count}] is empty: declare at least one")
         self.once([pool.name for pool in pools], "")
         told = {size.name for p in self.program.inputs for size in p.type.shape} | self.program.depths().keys()
         for name in self.program.symbols():
             if name not in told:
-                self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")
+                self.fail(f"no input has a dim {name}, so its size is unknown; add it to an input, or write an int")
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
@@ -82,9 +82,9 @@ class Checker:
                 self.fail(f"channel {channel.name} is declared twice: rename one")
             same = declared.setdefault((channel.mesh, channel.axes, channel.transport), channel.name)
             if same != channel.name:
-                self.fail(f"channels {same} and {channel.name} are of the same ranks and transport: declare one")
+                self.fail(f"channels {same} and {channel.name} have the same ranks and transport: declare one")
             if channel.name not in used:
-                self.fail(f"no communication is on channel {channel.name}: leave it out of the header")
+                self.fail(f"channel {channel.name} is unused: remove it from the header")
 
     def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
         """Events belong to one body, so a wait cannot match a record of another body."""
@@ -106,7 +106,7 @@ class Checker:
             parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
             if parameter.in_window and parameter.type.mesh:
-                self.fail(f"%{parameter.name} in window: only ranks of {parameter.type.mesh} have it; a window is one of all ranks")
+                self.fail(f"%{parameter.name} in window: only ranks of {parameter.type.mesh} have it; all ranks must have a window")
         self.memories()
         self.windows.update(self.program.windows)
 
@@ -116,11 +116,11 @@ class Checker:
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
             if parameter in self.program.inputs or parameter.memory not in inputs:
-                self.fail(f"{here}: an output lies in the memory of an input: name one of {', '.join(map('%{}'.format, inputs))}")
+                self.fail(f"{here}: `in` must name an input: write one of {', '.join(map('%{}'.format, inputs))}")
             if not parameter.type.fills(inputs[parameter.memory]):
                 self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dims")
             if parameter.memory in taken:
-                self.fail(f"{here}: another output is there: name an input for each")
+                self.fail(f"{here}: another output uses the same input: name a separate input for each")
             taken.add(parameter.memory)
 
     def once(self, names: Sequence[str], word: str) -> None:
@@ -183,7 +183,7 @@ class Checker:
         self.divisors(expr)
         for leaf in leaves(expr):
             if isinstance(leaf, Var) and leaf.name not in self.indices:
-                self.fail(f"%{leaf.name} is not an index that is known here: define it above")
+                self.fail(f"%{leaf.name} is not a known index: define it above")
             if isinstance(leaf, Coordinate):
                 self.axis(leaf.axis)
             if isinstance(leaf, Symbol):
@@ -229,10 +229,12 @@ class Checker:
             self.fail(f"channel {i.channel} is not declared: add channels({i.channel}: ...) to the header; those there are {known}")
         if i.posts not in channel.transport.carries:
             self.fail(
-                f"channel {i.channel} is {channel.transport.name}, which carries {', '.join(sorted(channel.transport.carries))} alone"
+                f"channel {i.channel} is {channel.transport.name}, which supports only {', '.join(sorted(channel.transport.carries))}"
             )
         if outside := set(self.mesh.all_ranks) - set(channel.mesh.all_ranks):
-            self.fail(f"rank {min(outside)} comes here, and channel {i.channel} is of {channel.mesh}: use a channel that it is of")
+            self.fail(
+                f"rank {min(outside)} executes this, but channel {i.channel} is on {channel.mesh}: use a channel that includes the rank"
+            )
         return channel
 
     # --- types ---
@@ -261,7 +263,7 @@ class Checker:
             self.size(cut.size)
         have, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
         if have != wanted:
-            self.fail(f"%{name} is {self.types[name]}, of {have} elements, and what is cut has {wanted}")
+            self.fail(f"%{name} is {self.types[name]}, of {have} elements, but the blocks have {wanted}: make them equal")
 
     def counts(self, small: str, large: str, factor: int) -> None:
         have, want = (self.known(product(self.types[name].shape)) for name in (large, small))

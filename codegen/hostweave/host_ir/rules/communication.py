@@ -34,7 +34,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
         if scope.steps is not None:
             c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
         if channel.mesh != c.mesh:
-            c.fail(f"a collective is for all ranks of its channel, which is of {channel.mesh}: use a channel of {c.mesh}")
+            c.fail(f"all ranks of the channel must execute a collective, and it is on {channel.mesh}: use a channel on {c.mesh}")
     return channel
 
 
@@ -53,7 +53,7 @@ def _usual(c: Checker, i: Any, size: int) -> None:
 
 def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: int) -> None:
     if c.known(product(c.types[small].shape)) != (own := _own_block(c, i, large, along)):
-        c.fail(f"%{small} is {c.types[small]}, and this rank's block of %{large} along dim {along} has {own} elements")
+        c.fail(f"%{small} is {c.types[small]}, but this rank's block of %{large} along dim {along} has {own} elements: make them equal")
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
@@ -79,10 +79,10 @@ def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
             c.fail(f"of %{i.src} this rank sends itself {sent} elements, and {received} are to arrive in %{i.dst}")
         return
     if i.is_shared:
-        c.fail("either both buffers have a dim that the ranks share, or none: write the other one's, too")
+        c.fail("only one buffer has `along`: write it for both, or for none")
     c.counts(i.src, i.dst, 1)
     if not any(dim_size.divisor == 1 and dim_size.coefficient % size == 0 for dim_size in c.types[i.src].shape or (Size(),)):
-        c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
+        c.fail(f"%{i.src} is {c.types[i.src]}: {size} blocks cannot be proven equal; give it a dim of {size}, one block per rank")
 
 
 def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
@@ -92,7 +92,7 @@ def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
         c.fail(f"a process group of {size} needs {size} sources, each below {size} or none")
     if len(set(named)) < len(named):
         twice = next(source for source in named if named.count(source) > 1)
-        c.fail(f"rank {twice} is named twice: a rank sends to one other; use a broadcast")
+        c.fail(f"rank {twice} is named twice: each rank sends to at most one other; use a broadcast")
 
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
@@ -133,7 +133,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
     """Checks that memory which peers access lies in windows."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
-            c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
+            c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
         if i.received_along is not None:
@@ -141,7 +141,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
         else:
             _as_much(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
-        c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
+        c.fail(f"signal {i.signal}: the largest signal number is {MAX_SIGNAL}")
 
 
 def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
@@ -151,7 +151,7 @@ def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
     term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops
     name, dtype = c.kernels[i.kernel].inputs[0].name, c.types[term].dtype
     if first.kind != "all_reduce" or first.tensors != (name,) or any(name in op.tensors for op in others):
-        c.fail(f"@{i.kernel} does not begin with the all_reduce of %{name}, which nothing else of it reads: write that first, or launch it")
+        c.fail(f"@{i.kernel} must begin with the all_reduce of %{name}, and no other op may read %{name}: reorder it, or use launch")
     if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
         along = ", ".join(first[MESH_AXES].names)
         c.fail(f"@{i.kernel} adds up along {along}: use the channel along these, of up to {ir.EXCHANGE_RANKS} ranks")

@@ -29,16 +29,16 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
 def _window(c: Checker, i: ir.Allocate) -> None:
     """Checks that all ranks allocate a window, with one size, so that it has one offset."""
     if c.mesh != c.program.mesh:
-        c.fail(f"on {c.mesh} others are allocated than on other ranks, so that a window has no one place: allocate it on all ranks")
+        c.fail(f"on {c.mesh} the window would have another offset than on other ranks: allocate it on all ranks")
     if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
-        c.fail(f"%{i.out} may have other sizes on other ranks, so that a window has no one place: use sizes that divide")
+        c.fail(f"%{i.out} may have other sizes on other ranks, so the window's offset would differ: use sizes that divide")
 
 
 def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
     if (root := c.roots.of(i.src)) != i.src:
         c.fail(f"%{i.src} is a view: deallocate %{root}")
     if i.src in c.inputs or any(p.name == i.src for p in c.program.outputs):
-        c.fail(f"%{i.src} belongs to the caller: only what this program allocates can be deallocated")
+        c.fail(f"%{i.src} belongs to the caller: deallocate only buffers of this program")
     c.freed.add(i.src)
 
 
@@ -66,7 +66,7 @@ def lies_along(type: BufferType, dim: int) -> bool:
 def _scaled(c: Checker, i: ir.Matmul) -> None:
     """Checks that operands and scales have a layout that cuBLASLt supports."""
     if len(i.scales) != 2:
-        c.fail(f"{len(i.scales)} scales are given: name those of %{i.a}, then those of %{i.b}")
+        c.fail(f"{len(i.scales)} scales are given, not 2: name the scales of %{i.a}, then those of %{i.b}")
     a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))
     if why := why_no_scaled_product(*(unsharded(type) for type in (a, b, *scales))):
         c.fail(why)
@@ -76,7 +76,7 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
         c.fail(f"only products of f32 can be in tf32, and %{i.a} is {a}: leave it out")
     for name, type, dim in ((i.a, a, 1), (i.b, b, 0), (i.dst, dst, 1)):
         if not lies_along(type, dim):
-            c.fail(f"the elements of %{name} along dim {dim} do not lie side by side: copy it to a buffer where they do")
+            c.fail(f"the elements of %{name} along dim {dim} are not contiguous: copy it to a contiguous buffer")
     has_blocks = scaling(a.shape, b.shape, *(type.shape for type in scales)) == BLOCKS
     for name, type, of, outer in zip(i.scales, scales, (a, b), (0, 1), strict=True):
         count, along = type.shape[outer], strides_of(type)
@@ -87,7 +87,7 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
             is_padded = along[outer] == (Size(-(-int(inner) // PADDED) * PADDED) if inner.is_int else inner)
             is_right = lies_along(type, 1 - outer) and (count == Size() or is_padded)
         if not is_right:
-            c.fail(f"the scales %{name} do not lie as cuBLASLt takes them, by rows or columns: copy them to memory where they do")
+            c.fail(f"the scales %{name} do not have a layout that cuBLASLt supports, row-major or column-major: copy them to such a buffer")
 
 
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
@@ -98,7 +98,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
     dtype = c.types[i.a].dtype
     if dtype.kind in ("int", "uint"):
-        c.fail(f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}: launch a kernel that adds up products")
+        c.fail(f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}: launch a kernel that computes it")
     if why := why_no_product(dtype):
         c.fail(f"{why}: cast both before")
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
@@ -114,7 +114,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     if dst != (*batch, a[-2], b[-1]):
         c.fail(f"%{i.dst} is {c.types[i.dst]}, not {BufferType(c.types[i.dst].dtype, (*batch, a[-2], b[-1]))}")
     if scattered := next((name for name in (i.a, i.b, i.dst) if not is_matrix(c.types[name])), None):
-        c.fail(f"neither the rows nor the columns of %{scattered} lie side by side: copy it to a buffer of its own, or from one")
+        c.fail(f"neither the rows nor the columns of %{scattered} are contiguous: copy it to a contiguous buffer, or from one")
     if i.precision and i.precision != "tf32":
         c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
     if i.precision and c.types[i.a].dtype.name != "f32":
@@ -134,21 +134,21 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
     c.contiguous(i.starts, i.ends, what=", which starts and ends of groups must be")
     for name in (i.x, i.dst, *((i.other,) if i.is_outer else ())):
         if not lies_along(c.types[name], -1):
-            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer where they do")
+            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer")
     if not (lies_along(y, -1) or lies_along(y, -2)):
-        c.fail(f"neither the rows nor the columns of the matrices of %{i.other} lie side by side: copy it to a buffer of its own")
+        c.fail(f"neither the rows nor the columns of the matrices of %{i.other} are contiguous: copy it to a contiguous buffer")
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
     """Checks an epilogue: only what cuBLASLt supports for every size."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
-        c.fail("one buffer can be added, and one bias: add the others before")
+        c.fail("at most one buffer and one bias can be added: add the others before")
     for name in i.accumulate:
         c.same_dtype(name, i.dst)
         c.same_shape(name, i.dst)
         if c.types[name] != dst:
-            c.fail(f"%{name} does not lie in memory as %{i.dst} does: copy it to a buffer that does")
+            c.fail(f"%{name} has another memory layout than %{i.dst}: copy it to a buffer with the same layout")
     for name in i.bias:
         wanted = BufferType(dst.dtype, dst.shape[-1:])
         c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
@@ -186,32 +186,32 @@ def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
     if len(i.lse) > 1:
         c.fail("lse is one buffer: name one")
     if i.blind not in ("", "zeros"):
-        c.fail(f"blind {i.blind}: a row that sees nothing gets zeros, or is an error")
+        c.fail(f"blind {i.blind}: write blind zeros, or remove it")
     _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
 
 
 def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> None:
     _attends(c, i, i.o, i.gradient, i.dq, i.dk, i.dv, *i.dbias)
     if len(i.dbias) > len(i.bias):
-        c.fail("dbias is the gradient of a bias, of which there are less: give it one, and name one")
+        c.fail("dbias needs one bias and one result: name one of each")
     pairs = *zip(i.dbias, i.bias, strict=False), (i.gradient, i.o), (i.dq, i.q), (i.dk, i.k), (i.dv, i.v)
     for name, like in pairs:
         if c.types[name].shape != c.types[like].shape:
-            c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient has the shape of what it is of")
+            c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient must have the shape of its operand")
     _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
 
 
 def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> None:
     for name in names:
         if c.types[name] != wanted:
-            c.fail(f"%{name} is {c.types[name]}, not {wanted}, as {what}, without gaps: give it such a buffer")
+            c.fail(f"%{name} is {c.types[name]}, not {wanted}, as {what}, contiguous: use such a buffer")
 
 
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
     c.same_dtype(i.q, i.k, i.v, result, *others)
     q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
     if c.types[i.q].dtype.name not in DTYPES:
-        c.fail(f"%{i.q} is {c.types[i.q]}: attention is of {', '.join(DTYPES)}, cast it")
+        c.fail(f"%{i.q} is {c.types[i.q]}: attention supports {', '.join(DTYPES)}: cast it")
     if not 3 <= len(q) == len(k) == len(v) <= 4 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3] or not _is_grouped(q[-3], k[-3]):
         shapes = ", ".join(f"%{name} {c.types[name]}" for name in (i.q, i.k, i.v))
         c.fail(f"{shapes} are not [B, H, S, E], [B, G, T, E] and [B, G, T, F], with or without B, and G a divisor of H: reshape them")
@@ -219,19 +219,19 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
         c.fail(f"%{result} is {c.types[result]}, not {BufferType(c.types[result].dtype, (*q[:-1], v[-1]))}")
     for name in (i.q, i.k, i.v, result, *others):
         if strides_of(c.types[name])[-1] != Size():
-            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer first")
     names = [kernels_for(c.types[i.q].dtype, most) for most in KERNEL_HEADS if all(x.is_int and int(x) <= most for x in (q[-1], v[-1]))]
     if i.kernels not in ("", *names):
-        c.fail(f"kernels {i.kernels}: of these operands they are {' or '.join(names) or 'none'}")
+        c.fail(f"kernels {i.kernels}: these operands need {' or '.join(names) or 'none'}")
     if i.window is not None and (i.diagonal is None or i.window < 1):
-        c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
+        c.fail(f"window {i.window}: write an int of at least 1, and a diagonal")
     for word in ("lengths", "bias", "offsets"):
         if len(getattr(i, word)) > 1:
             c.fail(f"{word} {'is' if word == 'bias' else 'are'} one buffer: name one")
     _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths are")
     _masks(c, i)
     if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
-        c.fail(f"a diagonal in the corner {i.corner}: it is of {BOTTOM_RIGHT}, with lengths, or of none")
+        c.fail(f"corner {i.corner}: write {BOTTOM_RIGHT} with lengths, or remove it")
 
 
 def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
@@ -241,12 +241,12 @@ def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
         if why := why_no_bias(q, k, unsharded(c.types[name])):
             c.fail(f"%{name}: {why}")
         if strides_of(c.types[name])[-1] != Size():
-            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer first")
     for name in i.offsets:
         if why := why_no_offsets(q, k, unsharded(c.types[name])):
             c.fail(f"%{name}: {why}")
         if i.lengths or i.bias:
-            c.fail("sequences that are packed have no lengths and no bias: leave one of them out")
+            c.fail("packed sequences support neither lengths nor a bias: remove one of them")
         _has(c, (name,), BufferType(i32, c.types[name].shape), "offsets are")
 
 
@@ -269,7 +269,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
             c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
         for name, type in zip(names, types, strict=True):
             if type.mesh_in(c.mesh) != c.mesh:
-                c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
+                c.fail(f"@{source.name} {role} {type}, but is launched on {c.mesh}: launch it on the mesh of its types")
             wanted = type.local(c.mesh, c.program.uneven)
             c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
             c.contiguous(name, what=f", which @{source.name} needs")
@@ -277,7 +277,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
 
 def launch(c: Checker, i: Any, scope: Scope) -> None:
     if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
-        c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
+        c.fail(f"%{twice[0]} is named twice: give each result its own buffer")
     source = next((source for source in c.program.user_kernels if source.name == i.kernel), None)
     if source and not i.exchanges:
         _launch_source(c, i, source)
@@ -286,7 +286,7 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
         c.fail(f"there is no kernel @{i.kernel}; the kernels are {', '.join('@' + name for name in c.kernels) or 'none'}")
     kernel = c.kernels[i.kernel]
     if kernel.exchanges and not i.exchanges:
-        c.fail(f"@{i.kernel} adds up what several ranks have: use launch_all_reduce, which names their channel")
+        c.fail(f"@{i.kernel} contains an all_reduce: use launch_all_reduce with a channel")
     if len(i.srcs) != len(kernel.inputs):
         c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
     if len(i.dsts) != len(kernel.results):

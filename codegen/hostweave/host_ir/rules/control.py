@@ -9,7 +9,7 @@ from hostweave.types.size import LocalSize
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     if not i.body:
-        c.fail("a group posts nothing: leave it out")
+        c.fail("the group is empty: remove it")
     for inner in i.body:
         if not inner.posts:
             c.current = inner
@@ -17,7 +17,7 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     c.inner(i.body, scope)
     transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
     if len(transports) > 1:
-        c.fail(f"a group is posted by one transport, not by {' and '.join(sorted(transports))}: post them apart")
+        c.fail(f"a group must have one transport, not {' and '.join(sorted(transports))}: use a group per transport")
 
 
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
@@ -28,7 +28,7 @@ def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
 
 def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
     if scope.in_stream:
-        c.fail("fork and join speak of the caller's stream: move it out of the stream block")
+        c.fail("fork and join apply to the caller's stream: move it out of the stream block")
     count = next(pool.count for pool in c.program.streams if pool.name == i.stream)
     if i.first is not None and not 1 <= i.first <= count:
         c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or leave it out for all")
@@ -71,13 +71,13 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
             c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
             c.contiguous(name, what=", which a function needs")
             if parameter.in_window and (outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None)):
-                c.fail(f"%{outside} lies in no window, and @{i.function} {word} %{parameter.name} in one: allocate it there")
+                c.fail(f"%{outside} is not in a window, but @{i.function} {word} %{parameter.name} in one: use allocate_window")
     for name, parameter in zip(i.dsts, function.outputs, strict=True):
         donated = [src for src, p in zip(i.srcs, function.inputs, strict=True) if p.name == parameter.memory]
         if i.srcs.count(name) > donated.count(name) or i.dsts.count(name) > 1:
-            c.fail(f"%{name} is named twice: what a function writes is memory of its own")
+            c.fail(f"%{name} is named twice: pass a separate buffer for each output")
     if scope.in_stream:
-        c.fail("a function forks from the caller's stream: move the call out of the stream block")
+        c.fail("a function runs on the caller's stream: move the call out of the stream block")
     if scope.condition is not None and _is_collective(function, c.program.functions):
         c.fail(f"a function with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
 

@@ -264,7 +264,8 @@ class _Choice:
             if stream.chunking == "by_shard":
                 why = f"a rank holds one block alone of {root.result.type}"
                 raise ProgramError(
-                    f"stream of %{root.result.name}: chunking='by_shard' cannot be, {why}; use chunking='across_shards'", root.location
+                    f"stream of %{root.result.name}: chunking='by_shard' is not possible, {why}; use chunking='across_shards'",
+                    root.location,
                 )
             return "across_shards", None
         before = next(self.loops_before(root, stream), None)

@@ -99,7 +99,7 @@ class _Decomposition(Emitter):
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
-            raise ProgramError(f"reshard: {why}; stream what is computed from it, or leave zigzag out", op.location)
+            raise ProgramError(f"reshard: {why}; stream a value computed from it, or remove zigzag", op.location)
         changed = zigzag_changes(given, wanted)
         before, after = ([dim for dim in changed if isinstance(layout(type)[dim], Zigzag)] for type in (given, wanted))
         between = in_rank_order(given, wanted)[0][1]

@@ -91,9 +91,7 @@ class Attentions:
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:
-            raise ProgramError(
-                f"{op.kind}: rows and keys in {op[PIECES]} pieces are attended to in a loop; stream both gathers", op.location
-            )
+            raise ProgramError(f"{op.kind}: zigzag attention of {op[PIECES]} pieces needs a chunk loop; stream both gathers", op.location)
         operands, named = op.tensors[: COUNTS[op.kind]], masks_of(op, op.tensors)
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 

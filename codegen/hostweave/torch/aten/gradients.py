@@ -175,7 +175,7 @@ def _nll_backward(
 
 def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
     if weight is not None or logp.ndim != 2:
-        raise refuse("nll_loss with weights or more than 2 dims is not supported; use cross_entropy, or flatten what it takes")
+        raise refuse("nll_loss with weights or more than 2 dims is not supported; use cross_entropy, or flatten its inputs")
     return target != ignore
 
 

@@ -26,7 +26,7 @@ TABLE |= {
 def _arange(result: Result, *arguments: Any, **_: Any) -> Any:
     start, step = (0, 1) if len(arguments) == 1 else (arguments[0], arguments[2] if len(arguments) > 2 else 1)
     if not isinstance(start, int) or not isinstance(step, int):
-        raise refuse(f"aten.arange from {start} in steps of {step}: numbers known at compile time are wanted; write ints")
+        raise refuse(f"aten.arange from {start} in steps of {step}: they must be known at compile time; write ints")
     numbers = record("iota", target=TensorType(hw.i64, (Dim.of(result.shape[0]),)), beside=result.trace)
     numbers = numbers if step == 1 else numbers * step
     return cast(numbers if start == 0 else numbers + start, result.dtype)
@@ -113,9 +113,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
     if not isinstance(first, int):  # it is counted from the end, where that is how it is known
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
-            raise refuse(
-                f"a slice from {first} of a dim of {x.shape[dim]} is not supported; let it begin at a number, or so many from the end"
-            )
+            raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
         first = -int(from_end)
     return record("slice", x, target=TensorType(x.dtype, tuple(map(Dim.of, result.shape))), axis=dim, start=first, step=step)
 
