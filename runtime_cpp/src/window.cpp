@@ -250,8 +250,7 @@ std::string why_no_windows(const Channel& channel) {
 
 size_t WindowArena::offset(const void* place) const {
   const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
-  if (offset > windows_->memory_.bytes)
-    throw ExecutionError("peers cannot reach memory outside of windows: use allocate_window");
+  if (offset > windows_->memory_.bytes) throw ExecutionError("peers cannot reach memory outside of windows: use allocate_window");
   return offset;
 }
 

@@ -264,7 +264,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not an op's name; write it with a namespace"),  # type: ignore[arg-type]
     "a name with a dash": (
         lambda c, op: as_torch_op(PRODUCT, "my-lib::product"),
-        "as_torch_op: 'my-lib::product' is not a name of an op; ",
+        "as_torch_op: 'my-lib::product' is not an op's name; ",
     ),
     "donated": (lambda c, op: as_torch_op(hw.compile(updated), "a::updated"), "as_torch_op: updated donates x; a torch op cannot"),
     "dtype of an op": (lambda c, op: op(X.double(), W), r"product: x: expected f32\[M, K\], got f64\[4, 8\]; cast it, or compile for f64"),
