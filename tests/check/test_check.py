@@ -76,17 +76,17 @@ RULES = {
     "an input without a join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
         "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
-        "the caller's stream is not ordered after it; add join ring after it",
+        "nothing orders the caller's stream after it; add join ring after it",
     ),
     "an output without a join": (
         "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
         "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
-        "the caller's stream is not ordered after it; add join ring after it",
+        "nothing orders the caller's stream after it; add join ring after it",
     ),
     "an allocation without a join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
         "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
-        "the caller's stream is not ordered after it; add join ring after it",
+        "nothing orders the caller's stream after it; add join ring after it",
     ),
     # --- one operation
     "a group that sends what it receives": (

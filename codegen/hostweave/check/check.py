@@ -208,7 +208,7 @@ class _Checker:
                         tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
                         self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
-                    self.fail(part, f" {user}: the caller's stream is not ordered after it; add join {pool} after it")
+                    self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} after it")
                 gap = memory.first_empty(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
