@@ -294,7 +294,7 @@ def test_mistakes() -> None:
         with pytest.raises(ProgramError, match=message):
             hw.fusion(**given)(lambda a, w, s, t: hw.scaled_matmul(a, w, s, t, out_dtype=out))
 
-    fails("bf16.*no tensor of 8-bit floats; use hw.quantize", a=hw.bf16["M", "K"])
+    fails("bf16.*not a tensor of 8-bit floats; use hw.quantize", a=hw.bf16["M", "K"])
     fails("scales bf16.*not of f32", s=hw.bf16["M", 1])
     fails(r"do not fit .* they are \[1, 1\] and \[1, 1\]", t=hw.f32[1, 1])
     fails("exactly 2 are needed; use hw.reshape", a=hw.f8e4m3[2, "M", "K"])
