@@ -70,7 +70,7 @@ def _measured(program: hw.Program, sizes: Sizes) -> float:
         shape = [size.bind(sizes) for size in value.type.shape]
         return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(value.type.dtype)]))
 
-    arrays = {value.name: random(value) for value in program.host.inputs}
+    arrays = {value.name: random(value) for value in program.host.arguments}
     per_rank = program.measure(warmups=WARMUPS, repetitions=REPETITIONS, **arrays)
     return statistics.median(max(time.total_ms for time in call) for call in zip(*per_rank, strict=True))
 

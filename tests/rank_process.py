@@ -93,7 +93,7 @@ class Rank:
     def in_window(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
         """The same in a window."""
         made = []
-        for value, array in zip(fusion.inputs, self.local(fusion, arrays), strict=True):
+        for value, array in zip(fusion.arguments, self.local(fusion, arrays), strict=True):
             own = self.group.empty(tuple(array.shape), value.type.dtype, self.target)
             made.append(self.torch.from_dlpack(own) if self.target == "cuda" else own)
             made[-1][...] = array
@@ -106,13 +106,13 @@ class Rank:
             self.array(arrays[v.name][block_of(v.type, mesh, rank, arrays[v.name].shape)], v.type.dtype.name)
             if holds(v.type, mesh, rank)
             else None
-            for v in fusion.inputs
+            for v in fusion.arguments
         ]
 
     def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
         """Compares every output with the local block of the reference. Equality is exact, because inputs are small integers."""
         outputs = results if isinstance(results, tuple) else (results,)
-        for parameter, want, got in zip(lowered(fusion).outputs, run_reference(fusion, arrays), outputs, strict=True):
+        for parameter, want, got in zip(lowered(fusion).results, run_reference(fusion, arrays), outputs, strict=True):
             if not holds(parameter.type, fusion.mesh, self.group.rank):
                 assert got is None
                 continue
