@@ -84,7 +84,7 @@ def _llama() -> None:
     fusion = example.program(example.Config(), 1, decode=True)
     dtypes = {hw.bf16: torch.bfloat16, hw.f32: torch.float32, hw.i32: torch.int32}
     arrays = {
-        v.name: torch.zeros([size.bind(STEP) for size in v.type.shape], dtype=dtypes[v.type.dtype], device="cuda") for v in fusion.inputs
+        v.name: torch.zeros([size.bind(STEP) for size in v.type.shape], dtype=dtypes[v.type.dtype], device="cuda") for v in fusion.arguments
     }
     updated = [arrays.pop(name) for name in list(arrays) if name.startswith(("ids", "position", "keys_", "values_"))]
     programs = [hw.compile(fusion, target="cuda", options=hw.Options(graph=graph)) for graph in (None, "auto")]

@@ -206,7 +206,7 @@ def test_most_ops_are_shared() -> None:
     with np.errstate(all="ignore"):
         tried = {case.op.kind for kind in FUSIONS for case in cases(FUSIONS[kind], HASHED) if expect_shared(case)}
     lacking = set(OPS) - tried
-    assert lacking <= {"call", "kernel", "output", "iota", "fill", "philox", "reverse_second", "renumber", "start"} | {
+    assert lacking <= {"call", "repeat", "kernel", "output", "iota", "fill", "philox", "reverse_second", "renumber", "start"} | {
         kind for kind, op in OPS.items() if op.is_reshard_step
     } | {kind for kind in OPS if kind.startswith("attention_")}, lacking
 

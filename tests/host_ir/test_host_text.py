@@ -61,6 +61,8 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   matmul %x, %b accumulate %y -> %y
   matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
   matmul %x, %b bias %z activation relu -> %y
+  grouped_matmul %x, %b rows %z to %z -> %y
+  grouped_outer %x, %b rows %z to %z from rank.x * 4 -> %y
   attention %x, %b, %b scaled 0.125 -> %y
   attention %x, %b, %b scaled 0.125 diagonal rank.x * 4 + M - 2 window 128 -> %y lse %z
   attention %x, %b, %b scaled 0.125 diagonal -1 corner bottom_right lengths %z -> %y

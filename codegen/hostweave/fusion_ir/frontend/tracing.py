@@ -265,14 +265,17 @@ class Function:
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's, a variable's, or one derived from its op and operand. Repeated names get a number.
 
-    An output without a name that reshards a variable has its name, as in `return hw.reshard(loss)`. That is then `loss_before`.
+    An output without a name that reshards a variable has its name, as in `return hw.reshard(loss)`. That is then `loss_before`. A variable
+    that other ops read keeps its name.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
     variables = {number: tensor._variable for number, tensor in made.items() if tensor._variable and number not in names.of}
+    reads = Counter(operand for tensor in made.values() if tensor._op for operand in tensor._op.tensors)
+    alone = {number for number in variables if reads[number] == 1} - {*outputs}
     for number in outputs:
         op = tensors[number]._op
-        if op and op.kind == "reshard" and number not in {*names.of, *variables} and op.tensors[0] in variables.keys() - {*outputs}:
+        if op and op.kind == "reshard" and number not in {*names.of, *variables} and op.tensors[0] in alone:
             variables[number] = variables[op.tensors[0]]
             variables[op.tensors[0]] += "_before"
     for number in filter(variables.__contains__, made):
