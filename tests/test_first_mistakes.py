@@ -112,7 +112,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
     "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
-    "zeros": (lambda: hw.zeros(3), "fill: no function is being traced; call it in the function of an hw.fusion"),
+    "zeros": (lambda: hw.zeros(3), "zeros: no function is being traced; call it in the function of an hw.fusion"),
     "like": (lambda: hw.zeros_like, "hw.zeros_like: hostweave has no zeros_like; use hw.zeros(x.shape, x.dtype)"),
     "eye": (lambda: hw.eye, "use hw.arange(n)[:, None] == hw.arange(n)[None, :]"),
     "no inputs": (lambda: hw.fusion()(lambda: hw.zeros(3)), "fusion @program has no inputs; add at least one tensor parameter"),

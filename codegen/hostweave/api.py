@@ -21,7 +21,7 @@ from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import are_divided
-from hostweave.options import Options
+from hostweave.options import Options, options_of
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.tune.explain import explained
@@ -50,11 +50,9 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     """
     if not isinstance(program, Fusion | HostProgram):
         raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
-    if not isinstance(options, Options | None):
-        raise ProgramError(f"{program.name}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
+    options = options_of(options, program.name)
     if target not in NAMES:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
-    options = options or Options()
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
     made = compiled(program, target, options)
     return Program(_searched(made) if options.overlap == "search" else made)

@@ -122,3 +122,10 @@ class Options:
             raise ProgramError(f'Options: windows={self.windows!r} is not a tuple of names; write windows=("x",)')
         if self.partial_dtype not in (None, f32):
             raise ProgramError(f"Options: partial_dtype={self.partial_dtype!r} is neither f32 nor None; use hw.f32")
+
+
+def options_of(options: object, program: str) -> Options:
+    """The options, or the usual ones if None. Raises ProgramError, which names the program, if they are not hw.Options."""
+    if not isinstance(options, Options | None):
+        raise ProgramError(f"{program}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
+    return options or Options()

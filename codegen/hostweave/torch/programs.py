@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
-from hostweave.options import Options
+from hostweave.options import Options, options_of
 from hostweave.torch.compiled import CompiledModule, Part
 from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
@@ -47,7 +47,7 @@ def compiled(
     graph = read(graph_of, layouts, mesh, training)
     graph.traced, graph.reads = how, reads
     name = snake_case(type(module).__name__)
-    settings = options or Options()
+    settings = options_of(options, name)
     state_written(graph, name, settings)
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
