@@ -370,7 +370,7 @@ class Program:
 
         compiled, times = self._running.timeline(self._bound, (arrays, named), warmups, repetitions)
         sizes = self._running.sizes_of(self._bound, arrays, named)
-        known = {name: size for name, size in sizes.items() if name in compiled.host.given_sizes()}
+        known = {name: size for name, size in sizes.items() if name in compiled.host.given_sizes()} | compiled.host.depths()
         calls = sorted(zip(*times, strict=True), key=lambda call: max(time.total_ms for time in call))
         marks = [time.marks_ms for time in calls[len(calls) // 2]]
         figures = machine or compiled.options.figures
