@@ -23,7 +23,6 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, bf16, bind_sizes, block_of, global_shape, holds
 
 Array = NDArray[Any]
@@ -81,10 +80,11 @@ def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> di
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
-    """The same program with ints for its symbolic sizes."""
+    """The same program with ints for its symbolic sizes, but those that count the tensors of groups."""
+    given = {name: size for name, size in sizes.items() if name not in fusion.depths}
 
     def known(type: TensorType) -> TensorType:
-        return replace(type, dims=tuple(Dim(Size(dim.size.bind(sizes)), dim.axes) for dim in type.dims))
+        return replace(type, dims=tuple(Dim(dim.size.at(given), dim.axes) for dim in type.dims))
 
     def bound(body: Fusion) -> Fusion:
         return replace(

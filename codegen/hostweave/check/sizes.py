@@ -6,6 +6,7 @@ from itertools import count
 from math import gcd, lcm, prod
 
 from hostweave.check.run import compiled
+from hostweave.fusion_ir.ops.attributes import COUNT
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
@@ -82,8 +83,9 @@ MOST_TRIES = 2**14  # in a search
 
 
 def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
+    """Sizes that slices, sums of sizes and divisors of means allow, each from its least on by its step; None where none are found."""
     wanted = [(size, 0) for size in not_negative(program)]
+    wanted += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
     wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes go by the rank
     return next(filter(None, (_search(sizes, list(dict.fromkeys(wanted)), steps) for steps in MOST_STEPS)), None)

@@ -432,6 +432,7 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
     def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
+        weights = {name: hw.relu(weight) for name, weight in weights.items()}  # no group of inputs, which calls would repeat over
         whole = hw.reshard(g, "K", "K")  # asynchronous until its use
         h = hw.matmul(x, k)
         for i in range(3):

@@ -100,9 +100,9 @@ def _uses_joined(program: ir.HostProgram) -> bool:
     made: set[str] = set()
     for i in tree.walk(program.body):
         whole.update({view: whole.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
-        if isinstance(i, ir.Attention):
-            made.update(whole.get(name, name) for name in i.lse)
-        elif not isinstance(i, ir.AttentionBackward) and not made.isdisjoint(whole.get(name, name) for name in tree.names(i, "read")):
+        if i.log_sum_exps == "gives":
+            made.update(whole.get(name, name) for name in i.lse)  # type: ignore[attr-defined]
+        elif i.log_sum_exps != "takes" and not made.isdisjoint(whole.get(name, name) for name in tree.names(i, "read")):
             return True
     return False
 

@@ -117,6 +117,8 @@ class _Repeats:
                 # A model may return what all layers but the last one carry.
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
+                if run and not (run.carried or run.each or run.lagged):
+                    run = None  # equal calls, which become one
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}

@@ -184,6 +184,7 @@ class Attention(_Masked):
     kernels: str = ""
     lse: Writes = ()
     blind: str = ""
+    log_sum_exps = "gives"
     syntax = (
         "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} corner {corner} window {window} lengths {lengths}"
         + " bias {bias} offsets {offsets} blind {blind} kernels {kernels} -> %{dst} lse {lse}"
@@ -219,6 +220,7 @@ class AttentionBackward(_Masked):
     corner: str = ""
     kernels: str = ""
     dbias: Writes = ()
+    log_sum_exps = "takes"
     syntax = (
         "attention_backward %{q}, %{k}, %{v}, %{o}, %{gradient}, %{lse} scaled {scale} diagonal {diagonal} corner {corner}"
         + " window {window} lengths {lengths} bias {bias} offsets {offsets} kernels {kernels} -> %{dq}, %{dk}, %{dv} dbias {dbias}"
