@@ -130,10 +130,10 @@ def run_all(rank: Rank, which: str) -> None:
         sizes = sizes_of(program.host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
         is_told = program.host.uneven or any(value.type.mesh for value in fusion.inputs)  # local shapes do not determine the sizes
-        known = sizes if is_told else None
+        known = {size: sizes[size] for size in program.host.given_sizes()} if is_told else None
         if name not in OF_SOME:
-            nothing = dict.fromkeys(sizes, 0)
-            none = integer_arrays(fusion, nothing, seed=0)
+            nothing = dict.fromkeys(program.host.given_sizes(), 0)
+            none = integer_arrays(fusion, sizes | nothing, seed=0)
             rank.check(fusion, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
         results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # all in flight at once
         for arrays, result in zip(calls, results, strict=True):
