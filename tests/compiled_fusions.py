@@ -19,6 +19,7 @@ from hostweave.cli.tolerance import Tolerance, tolerance_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.rewriting import map_functions
+from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
@@ -146,3 +147,8 @@ def expect_every_way(
     if interprets:
         expect(fusion, arrays, [tuple(rank[output.name] for output in host.results) for rank in interpret(host, arrays)])
     program.check()
+
+
+def unrolled_ir(program: hw.Program) -> str:
+    """The fusion IR of a program with a call for each call of its repeats."""
+    return str(unrolled(hw.Fusion.parse(program.fusion_ir)))

@@ -199,7 +199,7 @@ def test_derivatives_of_the_users_own(ranks: int) -> None:
         c, _ = step(b, 0.5)
         return a + b + c
 
-    expect_same(Then(twice), torch.randn(ROWS, DIM), ranks, PLAN)
+    expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
 
 
 # --- what is refused, as the result would be another ------------------------------------------------------------------

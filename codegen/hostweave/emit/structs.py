@@ -21,6 +21,7 @@ class Structs:
     field: str  # the array, a field of the program's inputs or outputs
     groups: dict[str, ParameterGroup]  # by the name of the parameter
     members: dict[str, str]  # C++ names
+    argument: str  # C++ name of one struct, as a parameter of a function that takes others
 
     @property
     def word(self) -> str:
@@ -61,7 +62,8 @@ def structs_of(program: ir.HostProgram, names: Names) -> Iterator[Structs]:
                 word = "".join(part[:1].upper() + part[1:] for part in re.sub(r"s(_\d+)?$", r"\1", struct).split("_"))
                 own = Names()
                 members = {name: own.of(name) for name in groups}
-                yield Structs(side, names.of(f"{word}{side.capitalize()}puts", f"{side} struct of {struct}"), field, groups, members)
+                type_name = names.of(f"{word}{side.capitalize()}puts", f"{side} struct of {struct}")
+                yield Structs(side, type_name, field, groups, members, names.of(f"{side}_{struct}", f"{side} argument of {struct}"))
 
 
 @dataclass(frozen=True)
@@ -87,5 +89,5 @@ def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs
         members = {at: src for at, (src, _) in given[0].items() if src in structs.groups}
         if members and all(len({one[at][1] for at in members}) == 1 for one in given):
             is_first = all(other.structs.side != structs.side for other in found)
-            found.append(Passed(structs, structs.side if is_first else structs.field, members))
+            found.append(Passed(structs, structs.side if is_first else structs.argument, members))
     return tuple(found)

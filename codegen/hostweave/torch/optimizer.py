@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -376,7 +377,15 @@ class _LazyNumbers(TorchFunctionMode):
 
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
-    """`max` and `min` of the module of an optimizer take tensors for the time."""
+    """`max` and `min` of the module of an optimizer take tensors for the time. One thread at a time changes a module."""
+    with _CHANGING:
+        yield from _with_lazy_numbers(optimizer)
+
+
+_CHANGING = threading.RLock()
+
+
+def _with_lazy_numbers(optimizer: type) -> Iterator[None]:
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
     module["max"], module["min"] = _bounded(before.get("max", max), "min"), _bounded(before.get("min", min), "max")
