@@ -1,12 +1,23 @@
 """What programs of modules exchange between ranks."""
 
+from collections.abc import Mapping
+
 import hostweave as hw
 from hostweave.host_ir.calls import inlined
-from hostweave.host_ir.ir import AllGather, ReduceScatter
-from hostweave.host_ir.tree import walk
+from hostweave.host_ir.ir import AllGather, For, ReduceScatter
+from hostweave.host_ir.tree import Body, bodies
 
 
 def gathers(*programs: hw.Program) -> int:
     """How many all-gathers calls of them make, but for those that are half of an all-reduce."""
-    instructions = [i for program in programs for i in walk(inlined(program.host).body)]
-    return sum(isinstance(i, AllGather) for i in instructions) - sum(isinstance(i, ReduceScatter) for i in instructions)
+    return sum(_counted(inlined(program.host).body, program.host.depths()) for program in programs)
+
+
+def _counted(body: Body, depths: Mapping[str, int]) -> int:
+    """All-gathers less reduce-scatters of a body. What is in a repeat counts as often as it runs."""
+    total = 0
+    for i in body:
+        times = depths.get(i.trips.name or "", 1) if isinstance(i, For) else 1
+        total += isinstance(i, AllGather) - isinstance(i, ReduceScatter)
+        total += times * sum(_counted(inner, depths) for inner in bodies(i))
+    return total
