@@ -43,7 +43,7 @@ def test_more_mutants_are_caught(seed: int) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_mutants_of_training_programs_are_caught() -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     missed = [f"{kind}: {where}" for kind, where, verdict in judged(60, list(training_subjects(2))) if verdict == MISSED]
     assert missed == []
 
@@ -56,13 +56,13 @@ def test_blocks_of_squares_are_told_from_their_transposes() -> None:
 
 
 def test_a_sum_of_one_element_is_no_evidence() -> None:
-    """Of a dim that some ranks share with one element each, a sum and a maximum are equal."""
+    """A sum and a maximum are equal along a dim of which each rank has one element."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """Where all are negative, an absolute value is the negative."""
+    """The absolute value of a negative number is its negative."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, HASHED, {}).values():
         assert ((values.value[0] < 0) != (values.value[1] < 0)).all()

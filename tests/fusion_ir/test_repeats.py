@@ -204,7 +204,7 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_take_the_tensor_before_theirs(count: int, backward: bool) -> None:
-    """As a backward pass takes what each layer took, which the layer before gave. Gradients are sharded where they are used."""
+    """The backward pass takes the input of each layer, which the layer before gave. Gradients are sharded at their use."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

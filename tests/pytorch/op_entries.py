@@ -35,7 +35,7 @@ class Several(nn.Module):
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Those of one of so many batches that take tensors of this dtype."""
+    """Entries of one batch that take tensors of this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:

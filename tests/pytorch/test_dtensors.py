@@ -35,7 +35,7 @@ X, W = torch.randn(4, 6), torch.randn(6, 8)
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """Of a world of which this is one process; it sends nothing."""
+    """One process of a larger world, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 transformers = pytest.importorskip("transformers")
 
 import hostweave as hw  # noqa: E402

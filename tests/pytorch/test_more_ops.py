@@ -331,7 +331,7 @@ def test_gradients_of_sampled_images() -> None:
 
 @pytest.mark.extra
 def test_repeats_by_a_size_of_the_call() -> None:
-    """As Bloom repeats its slopes for each sequence; and memory of such a size, which experts allocate."""
+    """Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
 
     class Repeated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 from torch import nn  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR  # noqa: E402
 

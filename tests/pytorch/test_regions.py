@@ -75,7 +75,7 @@ def gradients(model: Any, x: Any, module: Any) -> list[torch.Tensor]:
 
 @pytest.mark.extra
 def test_backend_on_one_rank() -> None:
-    """By its name. Layers that repeat are one function, and parameters keep their names."""
+    """The backend is found by its name. Layers that repeat are one function, and parameters keep their names."""
     module = Model().eval()
     backend = Backend()
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_settings() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """Of a world of which this is one process; it sends nothing."""
+    """One process of a larger world, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()

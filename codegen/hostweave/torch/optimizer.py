@@ -375,27 +375,23 @@ class _LazyNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_CHANGING = threading.RLock()  # held while the module of an optimizer is changed
+
+
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
     """`max` and `min` of the module of an optimizer take tensors for the time. One thread at a time changes a module."""
-    with _CHANGING:
-        yield from _with_lazy_numbers(optimizer)
-
-
-_CHANGING = threading.RLock()
-
-
-def _with_lazy_numbers(optimizer: type) -> Iterator[None]:
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
-    before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
-    module["max"], module["min"] = _bounded(before.get("max", max), "min"), _bounded(before.get("min", min), "max")
-    try:
-        with _LazyNumbers():
-            yield
-    finally:
-        for name in ("max", "min"):
-            del module[name]
-        module.update(before)
+    with _CHANGING:
+        before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
+        module["max"], module["min"] = _bounded(before.get("max", max), "min"), _bounded(before.get("min", min), "max")
+        try:
+            with _LazyNumbers():
+                yield
+        finally:
+            for name in ("max", "min"):
+                del module[name]
+            module.update(before)
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
