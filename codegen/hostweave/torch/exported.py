@@ -74,6 +74,7 @@ def exported(
                     program = call()
             if training:
                 _mark_detached(program.graph)
+            program.example_inputs = None  # with them, torch writes guards as code, which has wrong names for trees of over ten tensors
             table = dict(before_derivatives() if training else decompositions())
             program = of_pairs(program.run_decompositions(table), table)
             repeats.write_out(program.graph)
