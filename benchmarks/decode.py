@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from peers import report
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -136,27 +137,6 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
 def _row(call: Callable[[], Any]) -> None:
     for _ in range(ROW):
         call()
-
-
-def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same call, captured by torch. Returns the same result each time."""
-    import torch
-
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from peers.report import print_machine
+from peers.torch_graphs import in_a_graph
 
 import hostweave as hw
 
@@ -49,8 +49,8 @@ def _compare(name: str, rows: int, depth: int, columns: int, is_gated: bool) -> 
     program = _program(count, depth, columns, is_gated)
     calls = {
         "ours": program.capture(x, *weights),
-        "torch": _in_a_graph(lambda: [_product(torch.nn.functional, x, *group) for group in groups]),
-        "copy": _in_a_graph(lambda: [a.copy_(b) for a, b in zip(weights[0::2], weights[1::2], strict=False)]),
+        "torch": in_a_graph(lambda: [_product(torch.nn.functional, x, *group) for group in groups]),
+        "copy": in_a_graph(lambda: [a.copy_(b) for a, b in zip(weights[0::2], weights[1::2], strict=False)]),
     }
     for ours, theirs in zip(calls["ours"](), calls["torch"](), strict=True):
         error = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -83,25 +83,6 @@ def _program(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program
         return tuple(_product(hw, x, *w[i : i + each]) for i in range(0, len(w), each))
 
     return hw.compile(products, target="cuda")
-
-
-def _in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    import torch
-
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return partial(_replayed, graph, result)
-
-
-def _replayed(graph: Any, result: Any) -> Any:
-    graph.replay()
-    return result
 
 
 def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from peers import report
 from peers.report import machine
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -125,7 +126,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         weights = x, n1, n2, wqkv, wo, wgu, wd, cos, sin
         eager = partial(_torch_layer(ranks, is_fused=False), *weights)
         calls: Calls = {"ours": partial(program, x[:, None], *blocks, n1, n2, cos, sin, group=group, out=y), "torch eager": eager}
-        calls["torch in a CUDA graph"] = _captured(eager)
+        calls["torch in a CUDA graph"] = in_a_graph(eager)
         calls["torch async TP"] = partial(_torch_layer(ranks, is_fused=True), *weights)
         compiled = torch.compile(_torch_layer(ranks, is_fused=False), dynamic=False)
         calls["torch.compile"] = partial(compiled, *weights)
@@ -170,22 +171,6 @@ def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
     if rank == 0:
         Path(file).write_text(json.dumps({"machine": machine(), "tokens": next(iter(GOALS)), "calls": found}, indent=1) + "\n")
     yield {"ours": calls["ours"]}
-
-
-def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    import torch
-
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from decode import in_a_graph
 from peers import report
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw

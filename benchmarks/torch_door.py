@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peers import report
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -193,10 +194,10 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
         y = ours(local)
         module = _model(ranks).eval()
         theirs = _compiled(_parallel(module, mesh) if ranks > 1 else module, mesh, is_async=False)
-        captured, theirs_captured = ours.capture(local), _captured_by_torch(partial(theirs, local))
+        captured, theirs_captured = ours.capture(local), in_a_graph(partial(theirs, local))
         _expect_same(rank, "results", y, theirs_captured())
         graphs = {"hostweave, captured": captured, "torch.compile, captured by torch": theirs_captured}
-        one_kernel = {"one addition, captured by torch": _captured_by_torch(partial(torch.add, local, 1))}
+        one_kernel = {"one addition, captured by torch": in_a_graph(partial(torch.add, local, 1))}
         firsts, others, alone = dict[str, list[float]](), dict[str, list[float]](), list[float]()
         for _ in range(4 * REPETITIONS):
             for name, call in (graphs | one_kernel).items():
@@ -211,21 +212,6 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
         _say(rank, f"host time, hostweave: {statistics.median(alone):.1f} us behind a wait")
         yield graphs
     group.close()
-
-
-def _captured_by_torch(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = call()
-
-    def launch() -> torch.Tensor:
-        graph.replay()
-        return y
-
-    return launch
 
 
 def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
