@@ -321,8 +321,10 @@ PYBIND11_MODULE(hostweave_program, m) {
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
-      .def(py::init([](hw::Member& member, bool measures) { return new hw::Instance(member, table(), measures); }),
-           py::arg("member"), py::arg("measures"), py::keep_alive<1, 2>(), WithoutGil())
+      .def(py::init([](hw::Member& member, bool measures, bool marks_graphs) {
+             return new hw::Instance(member, table(), measures, marks_graphs);
+           }),
+           py::arg("member"), py::arg("measures"), py::arg("marks_graphs"), py::keep_alive<1, 2>(), WithoutGil())
       .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"), WithoutGil())
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())

@@ -48,7 +48,7 @@ struct LoggedOps {
   std::vector<LoggedOp> ops;
   std::vector<int> milestones;  // of all ops
   cudaStream_t caller = nullptr;
-  bool is_captured = false;
+  bool is_captured = false, is_marked = false;
   int64_t launches = 0;
 };
 
@@ -172,6 +172,7 @@ struct CallLog::Calls {
   }
 
   int milestone(cudaStream_t on) {
+    if (adding->is_captured && !adding->is_marked) return Milestones::kNone;
     const int milestone = milestones.set(on, adding->is_captured);
     if (milestone != Milestones::kNone) adding->milestones.push_back(milestone);
     return milestone;
@@ -228,7 +229,7 @@ void CallLog::launches(LoggedOps* ops) {
   calls_->calls.back().times = ++ops->launches;
 }
 
-CallLog::Adding::Adding(CallLog& log, cudaStream_t caller) {
+CallLog::Adding::Adding(CallLog& log, cudaStream_t caller, bool is_marked) {
   Calls& calls = *log.calls_;
   calls.adding = std::make_shared<LoggedOps>();
   calls.adding->caller = caller;
@@ -241,11 +242,14 @@ CallLog::Adding::Adding(CallLog& log, cudaStream_t caller) {
     calls.calls.back().ops = calls.adding.get();
   } else {
     calls.adding->is_captured = true;
+    calls.adding->is_marked = is_marked;
   }
   current_ = &log;
 }
 
 CallLog::Adding::~Adding() { current_ = nullptr; }
+
+bool CallLog::prepare_capture(bool wanted) { return calls_->milestones.prepare_capture(wanted); }
 
 LoggedOps* CallLog::captured() {
   const std::lock_guard lock(calls_->mutex);

@@ -1,26 +1,85 @@
-// Milestones on GPUs: events.
+// Milestones on GPUs: events, and in graphs words that kernels count up.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "hostweave/check.h"
+#include "hostweave/launch.h"
 #include "hostweave/milestones.h"
 #include "hostweave/streams.h"
 
 namespace hw {
 
+__global__ void count_up(uint64_t* count, uint64_t* shown);
+
+namespace {
+
+constexpr int kWords = 1 << 16;      // in graphs of a program on a rank
+constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; those below are events
+
+// Counts of the GPU, and their copies in memory of the host, which it reads while the GPU hangs.
+struct Words {
+  Words() {
+    HW_CHECK(load(count_up));
+    HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&counts), kWords * sizeof *counts));
+    HW_CHECK(cudaMemset(counts, 0, kWords * sizeof *counts));
+    HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&shown), kWords * sizeof *shown));
+    std::fill_n(shown, kWords, 0);
+  }
+  ~Words() {
+    cudaFreeHost(shown);
+    cudaFree(counts);
+  }
+  Words(const Words&) = delete;
+
+  uint64_t count(int word) const { return std::atomic_ref(shown[word]).load(); }
+
+  uint64_t *counts = nullptr, *shown = nullptr;
+  std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts when the milestones were set
+  std::vector<int> free;
+  int used = 0;
+};
+
+}  // namespace
+
 struct Milestones::All {
   mutable std::mutex mutex;
   std::deque<Event> events;
   std::vector<int> free;
+  std::optional<Words> words;
+
+  int take_word() {
+    const std::lock_guard lock(mutex);
+    if (!words || (words->free.empty() && words->used == kWords)) return kNone;
+    if (words->free.empty()) words->free.push_back(words->used++);
+    const int word = words->free.back();
+    words->free.pop_back();
+    words->before[word] = words->count(word);
+    return word;
+  }
 };
 
 Milestones::Milestones() = default;
 
 Milestones::~Milestones() = default;
 
+bool Milestones::prepare_capture(bool wanted) {
+  const std::lock_guard lock(all_->mutex);
+  if (wanted && !all_->words) all_->words.emplace();
+  return wanted;
+}
+
 int Milestones::set(cudaStream_t stream, bool is_captured) {
-  if (is_captured) return kNone;
+  if (is_captured) {
+    const int word = all_->take_word();
+    if (word == kNone) return kNone;
+    HW_CHECK(launch(count_up, {1, 1}, stream, all_->words->counts + word, all_->words->shown + word));
+    return kFirstWord + word;
+  }
   int milestone = kNone;
   cudaEvent_t event = nullptr;
   {
@@ -40,13 +99,18 @@ int Milestones::set(cudaStream_t stream, bool is_captured) {
 void Milestones::give_back(int milestone) {
   if (milestone == kNone) return;
   const std::lock_guard lock(all_->mutex);
-  all_->free.push_back(milestone);
+  if (milestone >= kFirstWord)
+    all_->words->free.push_back(milestone - kFirstWord);
+  else
+    all_->free.push_back(milestone);
 }
 
-bool Milestones::is_done(int milestone, int64_t) const {
+bool Milestones::is_done(int milestone, int64_t times) const {
   cudaEvent_t event = nullptr;
   {
     const std::lock_guard lock(all_->mutex);
+    if (const int word = milestone - kFirstWord; word >= 0)
+      return all_->words->count(word) - all_->words->before[word] >= static_cast<uint64_t>(times);
     event = all_->events[milestone];
   }
   return cudaEventQuery(event) == cudaSuccess;

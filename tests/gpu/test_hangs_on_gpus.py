@@ -107,12 +107,18 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
     assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\]", report), report
 
 
-def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
-    """The report says which launch is not done, and that the streams of a graph do not say more."""
+def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says which launch is not done, and how to see more; with graphs that note their progress it is that of a call."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
-    assert re.search(rf"puts\[0\]: .* {AT} or a line behind it is not done: streams of a graph do not say", report), report
+    unknown = "or a line behind it is not done: streams of a graph do not say, unless HOSTWEAVE_GRAPH_PROGRESS=1"
+    assert re.search(rf"puts\[0\]: .* {AT} {unknown}", report), report
+    monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
+    report = report_of(tmp_path, "graph")
+    waits = rf"puts\[0\]: .* {AT} waits on x for (the credit of )?signal 0.* (of|by) rank 1, which has not made call 4; done up to .* {AT}"
+    assert re.search(waits, report), report
+    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\]", report), report
 
 
 if __name__ == "__main__":

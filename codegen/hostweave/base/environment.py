@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hostweave.base.errors import nearest
 
 _PREFIX = "HOSTWEAVE_"
-_NAMES = ("BIND", "CACHE", "CACHE_LIMIT", "COMPILER_TIMEOUT", "CUDA_ARCH", "EDIT", "FRAMES", "PORT", "TOKEN")
+_NAMES = ("BIND", "CACHE", "CACHE_LIMIT", "COMPILER_TIMEOUT", "CUDA_ARCH", "EDIT", "FRAMES", "GRAPH_PROGRESS", "PORT", "TOKEN")
 VARIABLES = tuple(_PREFIX + name for name in _NAMES)
 
 

@@ -29,7 +29,7 @@ from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, 
 from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.sizes import LastSizes, other_call
-from hostweave.runtime.standstill import Stand, describe, from_note, to_note
+from hostweave.runtime.standstill import Stand, describe, from_note, marks_graphs, to_note
 from hostweave.runtime.stores import Store, StoreClosed, TcpStore
 from hostweave.runtime.watchdog import Watch, say
 from hostweave.runtime.windows import Windows
@@ -397,7 +397,7 @@ class Group:
             elif process_groups := module.missing_process_groups(member):
                 made = ((key, module.new_id(member, key) if rank == 0 else None) for key, rank in process_groups)
                 module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
-            return module.Instance(member, tune)
+            return module.Instance(member, tune, marks_graphs())
 
         with self._failing(), native_calls:
             return self.waiting(connect)

@@ -23,7 +23,7 @@ from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_going_on
 from hostweave.runtime.ranks import Ranks
-from hostweave.runtime.standstill import describe, stand_of
+from hostweave.runtime.standstill import describe, marks_graphs, stand_of
 from hostweave.runtime.watchdog import say
 from hostweave.targets.target import Target
 
@@ -70,7 +70,7 @@ class Session:
                     self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
                 reasons = self._ranks.each(at_rest, lambda rank: str(module.out_of_reach(members[rank])))
                 self.out_of_reach = next(filter(None, reasons), "")  # reason why ranks cannot reach each other's memory, or ""
-                self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
+                self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune, marks_graphs()), alone=True)
                 self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None
 

@@ -7,6 +7,7 @@ A rank describes its position as a list of `Stand`, one per program, in JSON. `d
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
@@ -16,7 +17,7 @@ from hostweave.runtime.lines import with_users_lines
 
 _OTHER_EDGES = {
     "call_before": "waits for the call before",
-    "unknown": "or a line behind it is not done: streams of a graph do not say",
+    "unknown": "or a line behind it is not done: streams of a graph do not say, unless HOSTWEAVE_GRAPH_PROGRESS=1",
     "none": "is not done",
 }
 _MOST_CHARACTERS = 48  # characters of a call with all its arguments
@@ -49,6 +50,11 @@ class Stand:
         return stream["edge"] == "transfer" and any(
             own["edge"] == "transfer" and own["channel"] == stream["channel"] and rank in own["ranks"] for own in self.streams
         )
+
+
+def marks_graphs() -> bool:
+    """True if graphs on CUDA note their progress for the report. On the CPU target they always do."""
+    return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 
 def stand_of(name: str, progress: tuple[int, int, float], seen: dict[str, Any], module: ModuleType) -> Stand:

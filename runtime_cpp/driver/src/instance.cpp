@@ -125,8 +125,8 @@ Standstill Instance::standstill() {
   return standstill;
 }
 
-Instance::Instance(Member& member, const ProgramTable& program, bool measures)
-    : member_(member), program_(program), measures_(measures) {
+Instance::Instance(Member& member, const ProgramTable& program, bool measures, bool marks_graphs)
+    : member_(member), program_(program), measures_(measures), marks_graphs_(marks_graphs) {
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
@@ -214,8 +214,8 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   or_stop([&] { make_call(caller, [&] { launch(graph, caller); }); });
 }
 
-void Instance::enqueue(cudaStream_t caller) {
-  const CallLog::Adding adding(progress_->log(), caller);
+void Instance::enqueue(cudaStream_t caller, bool is_marked) {
+  const CallLog::Adding adding(progress_->log(), caller, is_marked);
   program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
 }
 
@@ -275,9 +275,10 @@ void Instance::enqueue_captured(cudaStream_t caller) {
 
 std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
+    const bool is_marked = progress_->log().prepare_capture(marks_graphs_);
     const CapturedStream stream;
     const CallOrder::OfKernels order;
-    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream); }), stream, progress_->log());
+    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream, is_marked); }), stream, progress_->log());
   });
 }
 

@@ -45,13 +45,16 @@ class CallLog {
   // The call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // While it lives, the present thread adds lines: to the call that has begun, or else to the ops of a graph that is captured.
+  // While it lives, the present thread adds lines: to the call that has begun, or else to the ops of a capture. A capture has
+  // milestones if `is_marked`, which only `prepare_capture` may say.
   class Adding {
    public:
-    Adding(CallLog& log, cudaStream_t caller);
+    Adding(CallLog& log, cudaStream_t caller, bool is_marked);
     ~Adding();
     Adding(Adding&&) = delete;
   };
+  // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
+  bool prepare_capture(bool wanted);
   // Returns the ops that were added last outside of a call. The graph holds them until it calls `forget`.
   LoggedOps* captured();
   void forget(LoggedOps* ops);

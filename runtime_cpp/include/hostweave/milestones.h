@@ -1,7 +1,7 @@
 // Milestones behind the ops of streams: each says how often the op before it was done.
 //
-// On CUDA a milestone is an event, which takes no time of a stream that is not captured, and there is none in a capture. On the
-// CPU device it is a word that the device counts up when the op is done, in launches of graphs too.
+// On CUDA a milestone is an event, which takes no time of a stream that is not captured. In a capture it is a kernel that counts
+// up a word, so that a graph stays a row of kernels. On the CPU device it is a word that the device counts up.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,7 +19,10 @@ class Milestones {
 
   static constexpr int kNone = -1;
 
-  // Milestones the last op of a stream; kNone where that cannot be. Throws ExecutionError. Of one thread at a time.
+  // Prepares a capture. Returns true if it can have milestones, which cost time on CUDA, only if `wanted`. Throws ExecutionError.
+  bool prepare_capture(bool wanted);
+  // Milestones the last op of a stream. Returns kNone if all of a graph's are in use. Throws ExecutionError. Of one thread at a
+  // time.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);

@@ -106,7 +106,8 @@ enum class Graphs {
 class Instance {
  public:
   // The member must outlive it and have the program's channels. With `measures`, matmuls use the fastest measured algorithms.
-  Instance(Member& member, const ProgramTable& program, bool measures = false);
+  // With `marks_graphs`, a report of a hang names lines in graphs on CUDA, too.
+  Instance(Member& member, const ProgramTable& program, bool measures = false, bool marks_graphs = false);
   ~Instance();
   Instance(Instance&&) = delete;
 
@@ -135,7 +136,7 @@ class Instance {
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Makes a call; `work` enqueues it by `enqueue`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
-  void enqueue(cudaStream_t caller);
+  void enqueue(cudaStream_t caller, bool is_marked = false);
   // Fills the program's temporaries with NaN.
   void poison(cudaStream_t caller) const;
   Member& member() const { return member_; }
@@ -166,7 +167,7 @@ class Instance {
 
   Member& member_;
   const ProgramTable& program_;
-  bool measures_;
+  bool measures_, marks_graphs_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
   std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls that have them

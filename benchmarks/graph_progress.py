@@ -1,0 +1,79 @@
+"""Cost of graphs that note their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
+
+A layer of Llama 70B with the sizes of a rank of 8, 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm,
+on all GPUs of this machine. Milliseconds of the slowest rank: median over launches of both graphs in turn, which all ranks start
+together; random bf16 data. Also the host time of a launch, in microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import decode
+import sequence_parallel
+import small_all_reduce
+from peers import report
+from peers.torch_ranks import times_on_ranks
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.types.tensor import block_shape, global_shape
+
+REPETITIONS, WAIT = 15, 2_000_000
+PLAIN, NOTED = "as ever", "with progress"
+CASES = ("a layer, 8192 tokens", "a layer, 2048 tokens", "16 blocks, 16 tokens", "16 all-reduces, 16 rows")
+
+
+def main() -> None:
+    ranks = len(gpus())
+    for case, times in zip(CASES, times_on_ranks(_calls, ranks, REPETITIONS, WAIT), strict=True):
+        plain, noted = (statistics.median(times[name]) for name in (PLAIN, NOTED))
+        print(f"{case}, {ranks} GPUs: {report.line(times, [PLAIN, NOTED])}; progress costs {noted / plain - 1:+.2%}", flush=True)
+
+
+def _programs(ranks: int) -> Iterator[tuple[hw.Program, dict[str, int]]]:
+    for tokens in (8192, 2048):
+        sizes = sequence_parallel.sizes_of(tokens)
+        yield hw.compile(sequence_parallel.fusion_of(ranks), target="cuda", options=hw.Options(sizes=sizes)), sizes
+    yield decode.program_of(decode.TOGETHER, ranks), {"T": 16}
+    yield small_all_reduce._program(ranks, "auto"), {"T": 16}
+
+
+def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    import torch
+
+    group = hw.init()
+    for (plain, sizes), (noted, _) in zip(_programs(ranks), _programs(ranks), strict=True):
+
+        def random(value: Any, sizes: dict[str, int] = sizes, mesh: hw.Mesh = plain.host.mesh) -> Any:
+            shape = block_shape(value.type, mesh, rank, global_shape(value.type, sizes))
+            return (torch.randn(shape, device="cuda") / 64).to(torch.float32 if value.type.dtype is hw.f32 else torch.bfloat16)
+
+        arrays = {value.name: random(value) for value in plain.host.arguments}
+        os.environ.pop("HOSTWEAVE_GRAPH_PROGRESS", None)
+        calls: dict[str, Callable[[], Any]] = {PLAIN: plain.capture(**arrays, sizes=sizes)}
+        os.environ["HOSTWEAVE_GRAPH_PROGRESS"] = "1"
+        calls[NOTED] = noted.capture(**arrays, sizes=sizes)
+        torch.testing.assert_close(calls[PLAIN](), calls[NOTED]())
+        for name, call in calls.items():
+            us = statistics.median(_host_times(call))
+            if rank == 0:
+                print(f"host time of a launch, {name}: {us:.1f} us", flush=True)
+        yield calls
+        del calls
+        plain.close()
+        noted.close()
+    group.close()
+
+
+def _host_times(call: Callable[[], Any]) -> list[float]:
+    from torch_door import _microseconds
+
+    return [us for _ in range(5) for us in _microseconds(call, 4)[1:]]
+
+
+if __name__ == "__main__":
+    main()
