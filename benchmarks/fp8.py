@@ -56,11 +56,12 @@ def main(names: Sequence[str]) -> None:
 
 
 def _product(scaling: str, k: int, n: int) -> hw.Program:
-    of_a, of_w = {"tensor": ((1, 1), (1, 1)), "row": (("M", 1), (n, 1)), "block": (("M", k // 128), (n // 128, k // 128))}[scaling]
+    """Scales of blocks of `a` lie as torch asks for them, those of rows side by side."""
+    of_a, of_w = {"tensor": ((1, 1), (1, 1)), "row": ((1, "M"), (n, 1)), "block": ((k // 128, "M"), (n // 128, k // 128))}[scaling]
 
     @hw.fusion(a=hw.f8e4m3["M", k], w=hw.f8e4m3[n, k], s=hw.f32[of_a], t=hw.f32[of_w])
     def product(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
-        return hw.scaled_matmul(a, w.T, s, t.T)
+        return hw.scaled_matmul(a, w.T, s.T, t.T)
 
     return hw.compile(product, target="cuda")
 
@@ -78,8 +79,8 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
                     a, w = (torch.randn(size, k, device="cuda").to(torch.float8_e4m3fn) for size in (rows, n))
                     of_a, of_w = {
                         "tensor": ((1, 1), (1, 1)),
-                        "row": ((rows, 1), (n, 1)),
-                        "block": ((rows, k // 128), (n // 128, k // 128)),
+                        "row": ((1, rows), (n, 1)),
+                        "block": ((k // 128, rows), (n // 128, k // 128)),
                     }[scaling]
                     s, t = (torch.rand(shape, device="cuda") for shape in (of_a, of_w))
                     ours = program.capture(a, w, s, t, group=group)
@@ -96,15 +97,14 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_product(scaling: str, a: Any, w: Any, s: Any, t: Any) -> Callable[[], Any]:
-    """With scales in the layout that it asks for: of blocks those of the rows lie side by side, and rows of 4 along the inner dim."""
+    """With scales in the layout that it asks for: those of blocks of weights in rows of multiples of 4."""
     import torch
 
     if scaling == "block":
-        s = s.t().contiguous().t()
         padded = torch.zeros(t.shape[0], -(-t.shape[1] // 4) * 4, device=t.device)
         padded[:, : t.shape[1]] = t
         t = padded[:, : t.shape[1]]
-    return lambda: torch._scaled_mm(a, w.t(), scale_a=s, scale_b=t.t(), out_dtype=torch.bfloat16)
+    return lambda: torch._scaled_mm(a, w.t(), scale_a=s.t(), scale_b=t.t(), out_dtype=torch.bfloat16)
 
 
 def _expect_near(got: Any, wanted: Any) -> None:

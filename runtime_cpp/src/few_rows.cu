@@ -9,15 +9,26 @@ __device__ float activated(float x, Activation activation) {
   return x;
 }
 
+template <class Result>
+__device__ void store(float sum, int64_t i, int64_t j, const ProductEnd<Result>& end) {
+  const int64_t at = i * end.pitch + j;
+  sum *= end.scale;
+  if (end.accumulate) sum += static_cast<float>(end.accumulate[at]);
+  if (end.bias) sum += static_cast<float>(end.bias[j]);
+  end.result[at] = static_cast<Result>(activated(sum, end.activation));
+}
+
 template <bool kTransposed, int kThreads, class T, class Result>
 __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) {
-  few_rows<kTransposed, kThreads>(p, [&](int64_t i, int64_t j, const float (&sums)[1]) {
-    const int64_t at = i * end.pitch + j;
-    float sum = end.scale * sums[0];
-    if (end.accumulate) sum += static_cast<float>(end.accumulate[at]);
-    if (end.bias) sum += static_cast<float>(end.bias[j]);
-    end.result[at] = static_cast<Result>(activated(sum, end.activation));
-  });
+  few_rows<kTransposed, kThreads>(p, [&](int64_t i, int64_t j, const float (&sums)[1]) { store(sums[0], i, j, end); });
+}
+
+template <bool kOfBlocks, int kThreads, class T, class Result>
+__device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, const ProductEnd<Result>& end) {
+  const auto finish = [&](int64_t i, int64_t j, const float (&sums)[1]) {
+    store(kOfBlocks ? sums[0] : sums[0] * scales.x.of(i, 0) * scales.weights.of(j, 0), i, j, end);
+  };
+  few_rows<true, kThreads, kOfBlocks>(p, finish, scales);
 }
 
 // Macros instead of templates: nvcc exports no names of template instances that another file could launch.
@@ -32,6 +43,18 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
 #define HW_LARGE_PRODUCTS(T, Result)                                                    \
   HW_PRODUCT(multiply_few_rows_by_large_blocks, T, Result, false, kLargeProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed_by_large_blocks, T, Result, true, kLargeProductThreads)
+
+#define HW_SCALED_PRODUCT(name, T, Result, kOfBlocks, kThreads)                \
+  __global__ void __launch_bounds__(kThreads, kLargeProductThreads / kThreads) \
+      name(FewRows<T, 1> p, ProductScales scales, ProductEnd<Result> end) {    \
+    multiply<kOfBlocks, kThreads>(p, scales, end);                             \
+  }
+#define HW_SCALED_PRODUCTS(T, Result)                                            \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows, T, Result, false, kProductThreads) \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, T, Result, false, kLargeProductThreads)
+#define HW_PRODUCTS_OF_BLOCKS(T, Result)                                                  \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, T, Result, true, kProductThreads) \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, T, Result, true, kLargeProductThreads)
 
 // The paragraphs below are compiled each by itself.
 
@@ -54,5 +77,17 @@ HW_LARGE_PRODUCTS(f16, f16)
 HW_LARGE_PRODUCTS(f16, float)
 
 HW_LARGE_PRODUCTS(float, float)
+
+HW_SCALED_PRODUCTS(f8e4m3, bf16)
+
+HW_SCALED_PRODUCTS(f8e4m3, f16)
+
+HW_SCALED_PRODUCTS(f8e4m3, float)
+
+HW_PRODUCTS_OF_BLOCKS(f8e4m3, bf16)
+
+HW_PRODUCTS_OF_BLOCKS(f8e4m3, f16)
+
+HW_PRODUCTS_OF_BLOCKS(f8e4m3, float)
 
 }  // namespace hw

@@ -17,7 +17,31 @@ HW_PRODUCTS(f16, f16)
 HW_PRODUCTS(f16, float)
 HW_PRODUCTS(float, float)
 
+#define HW_SCALED_PRODUCT(name, Result) __global__ void name(FewRows<f8e4m3, 1> p, ProductScales scales, ProductEnd<Result> end);
+#define HW_SCALED_PRODUCTS(Result)                                    \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows, Result)                 \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, Result) \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, Result)       \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, Result)
+
+HW_SCALED_PRODUCTS(bf16)
+HW_SCALED_PRODUCTS(f16)
+HW_SCALED_PRODUCTS(float)
+
 namespace {
+
+template <class T>
+FewRows<T, 1> operands_of(const FewRowsProduct& product) {
+  const auto& [rows, depth, columns, x, x_pitch, weights, pitch] = product.operands;
+  return {rows, depth, columns, static_cast<const T*>(x), x_pitch, {static_cast<const T*>(weights[0])}, pitch};
+}
+
+template <class Result>
+ProductEnd<Result> end_of(const FewRowsProduct& product) {
+  const auto& [result, pitch, scale, accumulate, bias, activation] = product.end;
+  const auto of_result = [](const void* pointer) { return static_cast<const Result*>(pointer); };
+  return {static_cast<Result*>(result), pitch, scale, of_result(accumulate), of_result(bias), activation};
+}
 
 template <class T, class Result>
 struct Kernels {
@@ -37,14 +61,35 @@ struct Kernels {
     return cudaSuccess;
   }
   static cudaError_t multiply(const FewRowsProduct& product, cudaStream_t stream) {
-    const auto& [rows, depth, columns, x, x_pitch, weights, pitch] = product.operands;
-    const auto& [result, result_pitch, scale, accumulate, bias, activation] = product.end;
-    const Grid grid = grid_of_product(columns, depth);
-    const FewRows<T, 1> p{rows, depth, columns, static_cast<const T*>(x), x_pitch, {static_cast<const T*>(weights[0])}, pitch};
-    const auto of_result = [](const void* pointer) { return static_cast<const Result*>(pointer); };
-    const ProductEnd<Result> end{static_cast<Result*>(result), result_pitch,    scale,
-                                 of_result(accumulate),        of_result(bias), activation};
-    return launch_pdl(kernel(product.transposed, grid.threads), grid, stream, p, end);
+    const Grid grid = grid_of_product(product.operands.columns, product.operands.depth);
+    return launch_pdl(kernel(product.transposed, grid.threads), grid, stream, operands_of<T>(product), end_of<Result>(product));
+  }
+  static constexpr FewRowsKernels kTable{load, multiply};
+};
+
+template <class Result>
+struct ScaledKernels {
+  using Kernel = void (*)(FewRows<f8e4m3, 1>, ProductScales, ProductEnd<Result>);
+
+  static Kernel kernel(bool of_blocks, int threads) {
+    const Kernel of_sizes[2][2] = {
+        {multiply_few_scaled_rows, multiply_few_rows_of_scaled_blocks},
+        {multiply_few_scaled_rows_by_large_blocks, multiply_few_rows_of_scaled_blocks_by_large_blocks}};
+    return of_sizes[threads == kLargeProductThreads][of_blocks];
+  }
+  static cudaError_t load() {
+    for (const bool of_blocks : {false, true}) {
+      for (const int threads : {kProductThreads, kLargeProductThreads}) {
+        if (const cudaError_t status = hw::load(kernel(of_blocks, threads)); status != cudaSuccess) return status;
+      }
+    }
+    return cudaSuccess;
+  }
+  static cudaError_t multiply(const FewRowsProduct& product, cudaStream_t stream) {
+    const Grid grid = grid_of_product(product.operands.columns, product.operands.depth);
+    const bool of_blocks = product.scales.x.block_step != 0;
+    return launch_pdl(kernel(of_blocks, grid.threads), grid, stream, operands_of<f8e4m3>(product), product.scales,
+                      end_of<Result>(product));
   }
   static constexpr FewRowsKernels kTable{load, multiply};
 };
@@ -61,6 +106,9 @@ const FewRowsKernels* few_rows_kernels(cudaDataType_t operands, cudaDataType_t r
   if (operands == CUDA_R_16F && result == CUDA_R_16F) return &Kernels<f16, f16>::kTable;
   if (operands == CUDA_R_16F && result == CUDA_R_32F) return &Kernels<f16, float>::kTable;
   if (operands == CUDA_R_32F && result == CUDA_R_32F) return &Kernels<float, float>::kTable;
+  if (operands == CUDA_R_8F_E4M3 && result == CUDA_R_16BF) return &ScaledKernels<bf16>::kTable;
+  if (operands == CUDA_R_8F_E4M3 && result == CUDA_R_16F) return &ScaledKernels<f16>::kTable;
+  if (operands == CUDA_R_8F_E4M3 && result == CUDA_R_32F) return &ScaledKernels<float>::kTable;
   return nullptr;
 }
 

@@ -13,6 +13,7 @@
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/few_rows_plan.h"
+#include "hostweave/index.h"
 #include "hostweave/plan_cache.h"
 #include "hostweave/streams.h"
 #include "hostweave/threads.h"
@@ -135,18 +136,32 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// Elements. For larger weights cuBLASLt is as fast or faster (`hostweave bench few_rows`).
-constexpr int64_t kMostWeights = int64_t{1} << 26;
+// For larger weights of other types cuBLASLt is as fast or faster (`hostweave bench few_rows`).
+constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
-// True if the few-rows kernels support the problem: one matmul with few contiguous rows.
-bool has_few_rows(const Problem& p) {
-  if (p.a.columns * p.b.columns > kMostWeights) return false;
+// True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
+bool has_few_rows(const Problem& p, bool is_scaled) {
+  if (is_scaled ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
   return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
 }
 
 Activation activation_of(cublasLtEpilogue_t epilogue) {
   if (epilogue & CUBLASLT_EPILOGUE_RELU) return Activation::relu;
   return epilogue & CUBLASLT_EPILOGUE_GELU ? Activation::gelu_tanh : Activation::none;
+}
+
+// Scales of `rows` rows of `terms` elements, in a mode of cuBLASLt.
+OperandScales scales_of(int32_t mode, const void* scales, int64_t rows, int64_t terms) {
+  const auto* const at = static_cast<const float*>(scales);
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return {at, 0, 0, 0};
+#if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120900
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return {at, 1, rows, 0};
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F) {
+    const int64_t blocks = terms / kScaledBlock;
+    return {at, ceil_div(blocks, kScalesStep) * kScalesStep, 1, OperandScales::kBlockLog2};
+  }
+#endif
+  return {at, 1, 0, 0};
 }
 
 std::string shape_text(const Matrix& x) { return std::to_string(x.rows) + "x" + std::to_string(x.columns); }
@@ -310,7 +325,9 @@ void MatmulPlan::describe(Plan& plan) const {
   }
 
   const bool in_f32 = compute_ == CUBLAS_COMPUTE_32F;
-  if (in_f32 && !plan.swapped && has_few_rows(p)) plan.few_rows = few_rows_kernels(operands_, result_);
+  if (in_f32 && !plan.swapped && operands_ == scaling_.operand_b && has_few_rows(p, is_scaled_)) {
+    plan.few_rows = few_rows_kernels(operands_, result_);
+  }
   if (plan.few_rows) return;
 
   HW_CHECK(cublasLtMatmulDescCreate(&plan.description, compute_, compute_ == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F));
@@ -468,7 +485,9 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     const int64_t pitch = transposed ? weights.column_stride : weights.row_stride;
     const FewRows<void, 1> operands{x.rows, x.columns, weights.columns, a, x.row_stride, {b}, pitch};
     const ProductEnd<void> end{c, result.row_stride, static_cast<float>(scale), accumulate, bias, activation_of(epilogue_)};
-    const bool launched = plan.few_rows->multiply({operands, end, transposed}, stream) == cudaSuccess;
+    const ProductScales scales{scales_of(scaling_.a, epilogue.scale_a, x.rows, x.columns),
+                               scales_of(scaling_.b, epilogue.scale_b, weights.columns, weights.rows)};
+    const bool launched = plan.few_rows->multiply({operands, end, transposed, scales}, stream) == cudaSuccess;
     return launched ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
   }
   const double scales[] = {scale, accumulate ? 1.0 : 0.0};  // alpha and beta

@@ -131,7 +131,8 @@ def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     assert isinstance(found, Nvrtc)
     own = next(unit for unit in units_of(hw.compile(layouts, "cuda").sources["kernels.cu"]) if "hw::few_rows" in unit.text)
     of_plans = Unit("few_rows", 1, "", (RUNTIME / "src/few_rows.cu").read_text())
-    for unit, names in ((own, [own.name]), (of_plans, [f"multiply_few_rows_transposed{end}" for end in ("", "_by_large_blocks")])):
+    kinds = ("multiply_few_rows_transposed", "multiply_few_scaled_rows", "multiply_few_rows_of_scaled_blocks")
+    for unit, names in ((own, [own.name]), (of_plans, [f"{kind}{end}" for kind in kinds for end in ("", "_by_large_blocks")])):
         cubin = replace(found, arch=arch).compile(unit, tmp_path)
         assert all(name.encode() in cubin for name in names)
 

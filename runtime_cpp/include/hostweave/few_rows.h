@@ -3,6 +3,7 @@
 // are deterministic. Several matmuls with the same x are computed together.
 #pragma once
 #include "hostweave/cluster.h"
+#include "hostweave/index.h"
 #include "hostweave/kernel.h"
 #include "hostweave/products.h"
 
@@ -13,7 +14,8 @@ namespace hw {
 // True if all operands allow 16-byte reads.
 template <class T, int kCount>
 __device__ bool is_wide(const FewRows<T, kCount>& p) {
-  bool is = aligned(p.x) && (p.depth | p.columns | p.x_pitch | p.pitch) % 8 == 0;
+  constexpr int kStep = sizeof(T) == 1 ? 16 : 8;
+  bool is = aligned(p.x) && (p.depth | p.x_pitch | p.pitch) % kStep == 0 && p.columns % 8 == 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) is = is && aligned(p.weights[i]);
   return is;
@@ -49,19 +51,44 @@ __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
+// The i-th 4 adjacent terms of a read, in 16 bits each.
+template <class T>
+__device__ uint2 four_terms(const uint4& v, int i, T) {
+  static_assert(sizeof(T) == 2);
+  return {word(v, 2 * i), word(v, 2 * i + 1)};
+}
+
+#ifdef __CUDA_FP8_H__  // NVRTC compiles kernels without 8-bit floats faster without the header
+
+// 8-bit floats are multiplied as f16, which represents all of them.
+__device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
+  multiply_add(sums, w, x0, x1, f16());
+}
+
+__device__ inline uint2 four_terms(const uint4& v, int i, f8e4m3) {
+  const auto wide = [](unsigned two) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+    return static_cast<unsigned>(pair.x) | static_cast<unsigned>(pair.y) << 16;
+  };
+  return {wide(word(v, i) & 0xffff), wide(word(v, i) >> 16)};
+}
+
+#endif
+
 // Sums of a warp, padded against bank conflicts.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
 // Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads.
 //
-// For 16-bit types the transposed weights are the first operand of the tensor core. The order of terms does not matter, so a
-// lane supplies the 8 terms of 8 columns that it reads together.
+// The transposed weights are the first operand of the tensor core. The order of terms does not matter, so a lane supplies the
+// 8 or 16 terms of 8 columns that it reads together.
 template <class T, bool kTransposed>
 struct WideSums {
-  static constexpr int kDepth = 32;
+  static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16;
+  static_assert(sizeof(T) == 2 || kTransposed);
 
   float sums[4][4] = {};
-  const int row = threadIdx.x % 32 / 4, column = row * 8, term = threadIdx.x % 4 * 8;
+  const int row = threadIdx.x % 32 / 4, column = row * 8, term = threadIdx.x % 4 * kTerms;
 
   struct Step {
     uint4 x, w[8];
@@ -85,29 +112,30 @@ struct WideSums {
   }
   __device__ void add(const Step& step) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < kTerms / 4; ++i) {
+      const uint2 x = four_terms(step.x, i, T());
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        multiply_add(sums[pair], weights_of(step.w, half, pair), word(step.x, 2 * half), word(step.x, 2 * half + 1), T());
-      }
+      for (int pair = 0; pair < 4; ++pair) multiply_add(sums[pair], weights_of(step.w, i, pair), x.x, x.y, T());
     }
   }
-  // Fragment of two columns and half of the terms.
-  __device__ static uint4 weights_of(const uint4 (&w)[8], int half, int pair) {
+  // Fragment of two columns and the i-th 4 terms.
+  __device__ static uint4 weights_of(const uint4 (&w)[8], int i, int pair) {
     if constexpr (kTransposed) {
-      const uint4 &even = w[2 * pair], &odd = w[2 * pair + 1];
-      return {word(even, 2 * half), word(odd, 2 * half), word(even, 2 * half + 1), word(odd, 2 * half + 1)};
+      const uint2 even = four_terms(w[2 * pair], i, T()), odd = four_terms(w[2 * pair + 1], i, T());
+      return {even.x, odd.x, even.y, odd.y};
     } else {
-      const uint4* const rows = w + 4 * half;
+      const uint4* const rows = w + 4 * i;
       const unsigned a = word(rows[0], pair), b = word(rows[1], pair), c = word(rows[2], pair), d = word(rows[3], pair);
       return {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
     }
   }
-  __device__ void store(ProductSums& into, int rows) const {
-    const int first = threadIdx.x % 4 * 2;  // row
+  __device__ float& sum(int i) { return sums[i / 4][i % 4]; }
+  __device__ int row_of(int i) const { return threadIdx.x % 4 * 2 + i % 2; }
+  __device__ int column_of(int i) const { return column + i / 4 * 2 + i % 4 / 2; }
+  __device__ void store(ProductSums& into, int rows) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (first + i % 2 < rows) into[first + i % 2][column + i / 4 * 2 + i % 4 / 2] = sums[i / 4][i % 4];
+    for (int i = 0; i < kSums; ++i) {
+      if (row_of(i) < rows) into[row_of(i)][column_of(i)] = sum(i);
     }
   }
 };
@@ -171,7 +199,7 @@ struct WideSums<float, kTransposed> {
 // Fallback for any operands, one element at a time.
 template <class T, bool kTransposed>
 struct NarrowSums {
-  static constexpr int kDepth = 16;
+  static constexpr int kDepth = 16, kSums = 2 * kFewRows;
 
   float sums[kFewRows][2] = {};
   const int column = threadIdx.x % 32;  // and column + 32
@@ -192,13 +220,28 @@ struct NarrowSums {
       }
     }
   }
-  __device__ void store(ProductSums& into, int rows) const {
+  __device__ float& sum(int i) { return sums[i / 2][i % 2]; }
+  __device__ int row_of(int i) const { return i / 2; }
+  __device__ int column_of(int i) const { return column + i % 2 * 32; }
+  __device__ void store(ProductSums& into, int rows) {
 #pragma unroll
-    for (int i = 0; i < 2 * kFewRows; ++i) {
-      if (i / 2 < rows) into[i / 2][column + i % 2 * 32] = sums[i / 2][i % 2];
+    for (int i = 0; i < kSums; ++i) {
+      if (row_of(i) < rows) into[row_of(i)][column_of(i)] = sum(i);
     }
   }
 };
+
+// Adds sums of terms of one block, times the scales of the block. `first` is the first column.
+template <class Sums, class T, int kCount>
+__device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
+                          int64_t first) {
+#pragma unroll
+  for (int i = 0; i < Sums::kSums; ++i) {
+    const int64_t row = smaller(total.row_of(i), p.rows - 1), column = smaller(first + total.column_of(i), p.columns - 1);
+    const float scale = scales.x.of(row, k) * scales.weights.of(column, k);
+    total.sum(i) += scale * of_block.sum(i);
+  }
+}
 
 // A warp's share of the depth: every `step`-th group of terms.
 struct WarpPart {
@@ -212,9 +255,9 @@ __device__ WarpPart warp_part(int terms) {
 }
 
 // Calls end(row, column, sums) for every element, with one sum per matmul, in one thread each. Calls hw::griddep_wait() after it
-// has prefetched the first weights and allowed the next kernel to launch.
-template <bool kTransposed, int kThreads = kProductThreads, class T, int kCount, class End>
-__device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
+// has prefetched the first weights and allowed the next kernel to launch. With `kOfBlocks`, the sums have the scales of blocks.
+template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, class T, int kCount, class End>
+__device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kCount <= kProducts);
   __shared__ ProductSums of_warps[kWarps];
@@ -234,14 +277,28 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
     for (int64_t k = begin; k < p.depth; k += step) {
       const auto here = next;
       next = sums.load(p, weights, k + step, first);
-      sums.add(here);
+      if constexpr (kOfBlocks) {
+        WideSums<T, kTransposed> of_block;
+        of_block.add(here);
+        add_block(sums, of_block, p, scales, k, first);
+      } else {
+        sums.add(here);
+      }
     }
     sums.store(of_warps[warp], static_cast<int>(p.rows));
   } else {
     griddep_wait();
     NarrowSums<T, kTransposed> sums;
     const auto [begin, step] = warp_part<kCount, kWarps>(sums.kDepth);
-    for (int64_t k = begin; k < p.depth; k += step) sums.add(p, weights, k, first);
+    for (int64_t k = begin; k < p.depth; k += step) {
+      if constexpr (kOfBlocks) {
+        NarrowSums<T, kTransposed> of_block;
+        of_block.add(p, weights, k, first);
+        add_block(sums, of_block, p, scales, k, first);
+      } else {
+        sums.add(p, weights, k, first);
+      }
+    }
     sums.store(of_warps[warp], static_cast<int>(p.rows));
   }
   __syncthreads();

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "hostweave/device.h"
+
 namespace hw {
 
 // Matmuls x[rows, depth] w[depth, columns] of up to kFewRows rows with kCount weights. x is row-major. All weights have one
@@ -13,6 +15,23 @@ struct FewRows {
   int64_t x_pitch;
   const T* weights[kCount];
   int64_t pitch;
+};
+
+// Scales of an operand of 8-bit floats: per row of x or column of the weights, or per 2^size_log2 of them, and per 128
+// terms. A step of 0 means one scale for all.
+struct OperandScales {
+  static constexpr int kBlockLog2 = 7;
+
+  const float* at;
+  int64_t step, block_step;
+  int size_log2;
+
+  // Scale of a row or column, for the block of a term.
+  HW_DEVICE float of(int64_t i, int64_t term) const { return at[(i >> size_log2) * step + (term >> kBlockLog2) * block_step]; }
+};
+
+struct ProductScales {
+  OperandScales x, weights;
 };
 
 enum class Activation { none, relu, gelu_tanh };
