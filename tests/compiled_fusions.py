@@ -91,7 +91,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
         return replace(
             body,
             inputs=tuple(replace(value, type=known(value.type)) for value in body.inputs),
-            ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops),
+            body=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops),
         )
 
     return map_functions(fusion, bound)

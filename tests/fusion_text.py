@@ -15,7 +15,7 @@ Pass = Callable[[Fusion, Options], Fusion]
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
     """Fusion that returns the result of its last op. Choices follow the ops."""
     lines = [line.strip() for line in ops.strip().splitlines()]
-    last = [line for line in lines if not line.startswith("choice")][-1].partition(":")[0]
+    last = [line for line in lines if line.startswith("%")][-1].partition(":")[0]
     body = "".join(f"  {line}\n" for line in lines)
     return Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {last}\n}}\n")
 
@@ -24,4 +24,4 @@ def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") 
     """Applies the pass, verifies the result and compares its text."""
     result = apply(fusion(inputs, before, mesh), Options())
     verify_fusion(result, after=level_of(apply.__name__))
-    assert "\n".join(str(result).splitlines()[1:-2]) == "\n".join("  " + line.strip() for line in after.strip().splitlines())
+    assert [line.strip() for line in str(result).splitlines()[1:-2]] == [line.strip() for line in after.strip().splitlines()]

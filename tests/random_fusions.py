@@ -488,7 +488,7 @@ def without_kernels(fusion: Fusion) -> Fusion:
                 return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
             return op
 
-        return replace(body, ops=tuple(map(replaced, body.ops)))
+        return replace(body, body=tuple(map(replaced, body.ops)))
 
     return map_functions(fusion, of_body)
 

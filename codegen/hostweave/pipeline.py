@@ -118,16 +118,20 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. A host program is only verified.
+    """Lowers a fusion to a host program. One that has chunk loops goes on after `choose_overlap`. A host program is only verified.
 
     `observe(name, program)` sees every stage: first the input, under the name "input", then each pass's result. Raises
     ProgramError with the place in the user's source if the program is invalid or cannot be lowered.
     """
     stage: Fusion | HostProgram = program
     _verified("input", stage, None, observe)
+    passes = PASSES if isinstance(program, Fusion) else ()
     if isinstance(program, Fusion):
         _expect_possible(program, options.sizes)
-    for apply in PASSES if isinstance(program, Fusion) else ():
+        if any(body.loop_of for body in (*program.functions, program)):
+            verify_fusion(program, after=choose_overlap.__name__)
+            passes = PASSES[PASSES.index(choose_overlap) + 1 :]
+    for apply in passes:
         before = stage
         stage = apply(stage, options) if apply in WHOLE else _on_each_body(apply, stage, options)
         _verified(apply.__name__, stage, before, observe)

@@ -120,7 +120,7 @@ def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.Mo
         def more(op: Op) -> Op:
             return replace(op, operands=(op.operands[0], 3)) if op.kind == "multiply" else op
 
-        return map_functions(original(fusion, options), lambda body: replace(body, ops=tuple(map(more, body.ops))))
+        return map_functions(original(fusion, options), lambda body: replace(body, body=tuple(map(more, body.ops))))
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:wrong], scaled_more, *pipeline.PASSES[wrong + 1 :]))
     with pytest.raises(ProgramError, match=r"after the pass \w+, where %scaled \(test_results.py:\d+\) is the first value"):

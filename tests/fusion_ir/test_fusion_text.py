@@ -17,8 +17,11 @@ FUSION_PASSES = PASSES[: PASSES.index(lower_to_host)]
 
 TEXT = """\
 fusion @f(%x: bf16[M@x, K], %w: bf16[K, 8*N/4]) mesh(x=8, y=2) {
-  %h: bf16[M, 8*N/4] partial(sum, x) stream(M, 16, by_shard, local_last) = matmul(%x, %w)
-  %y: bf16[M@y,x, 8*N/4] pinned stream(0, 16, by_shard, p2p, local_last) = reduce_scatter(%h, dim=0, axes=(y, x), reduction=sum)
+  %a: bf16[M@x, K] stream(M, 16, by_shard, ring) = negative(%x)
+  loop 16 chunks by_shard local_last {
+    %h: bf16[M, 8*N/4] partial(sum, x) stream(M) = matmul(%a, %w)
+    %y: bf16[M@y,x, 8*N/4] pinned stream(0, p2p) = reduce_scatter(%h, dim=0, axes=(y, x), reduction=sum)
+  }
   return %y, %h
 }
 """

@@ -92,9 +92,9 @@ def test_a_size_that_no_input_has() -> None:
 def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
     fusion = Fusion.parse(text("%h: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%h)"))
     with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):
-        verify_fusion(replace(fusion, ops=fusion.ops[::-1]))
+        verify_fusion(replace(fusion, body=fusion.ops[::-1]))
     with pytest.raises(ProgramError, match=r"text:2: unknown op 'frob'; one of add, subtract, "):
-        verify_fusion(replace(fusion, ops=(replace(fusion.ops[0], kind="frob"), *fusion.ops[1:])))
+        verify_fusion(replace(fusion, body=(replace(fusion.ops[0], kind="frob"), *fusion.ops[1:])))
 
 
 AFTER = [
@@ -137,12 +137,7 @@ AFTER = [
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0) = negative(%x)",
-        "text:2: stream of %y: its chunking is missing; add one of by_shard and across_shards",
-    ),
-    (
-        "choose_overlap",
-        "%y: f32[8@x, 4] stream(0, across_shards, p2p) = negative(%x)",
-        "text:2: stream of %y: by p2p, but a negative does not communicate; stream the reshard",
+        "text:2: stream of %y: it is in no loop; put its op into one",
     ),
 ]
 
@@ -267,7 +262,7 @@ def test_a_stream_that_was_built_wrong() -> None:
     ):
         stream = replace(op.result.stream, **change)
         with pytest.raises(ProgramError, match=f"text:2: stream of %y: {message}$"):
-            verify_fusion(replace(fusion, ops=(replace(op, result=replace(op.result, stream=stream)),)))
+            verify_fusion(replace(fusion, body=(replace(op, result=replace(op.result, stream=stream)),)))
 
 
 def test_bodies_of_kernels() -> None:
@@ -280,3 +275,33 @@ def test_bodies_of_kernels() -> None:
 def test_the_user_sees_his_own_line() -> None:
     with pytest.raises(ProgramError, match=r"^test_fusion_verify.py:\d+: negative: not defined for bool; "):
         hw.fusion(x=hw.bool_[4])(lambda x: -x)
+
+
+ALONE = "stream of %y: an op in a loop states its dim alone, and its algorithm; write stream(0)"
+LOOPS = [
+    ("4 chunks across_shards", "", ALONE),
+    ("4 chunks across_shards", "stream(0, 4)", ALONE),
+    ("4 chunks across_shards", "stream(0, p2p)", "stream of %y: by p2p, but a negative does not communicate; stream the reshard"),
+    ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 steps; use 1 to 4096"),
+    ("M chunks across_shards", "stream(0)", "loop of %y: M chunks; give a number"),
+    ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps, but takes 8 indices; write one step per index"),
+    ("4 chunks by_shard of %x", "stream(0)", "loop of %y: a matmul takes shards of an async all_gather, which %x is not"),
+]
+
+
+@pytest.mark.parametrize(("words", "stream", "message"), LOOPS)
+def test_chunk_loops(words: str, stream: str, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        Fusion.parse(text(f"loop {words} {{\n    %y: f32[8, 4] {stream} = negative(%x)\n  }}"))
+    assert str(caught.value) == f"text:3: {message}"
+
+
+def test_a_loop_takes_each_shard_of_a_gather() -> None:
+    ops = """%g: f32[4, 8] async = all_gather(%w, dim=1, axes=(x))
+  loop 3 chunks by_shard local_first of %g {
+    %y: f32[8, 8] stream(1) = matmul(%x, %g)
+  }"""
+    program = text(ops, inputs="%x: f32[8, 4], %w: f32[4, 8@x]")
+    with pytest.raises(ProgramError, match=r"^text:4: loop of %y: it has 3 steps; write one per shard, 4$"):
+        Fusion.parse(program)
+    assert Fusion.parse(program.replace("loop 3", "loop 4")).loop_of["y"].gathered == "g"

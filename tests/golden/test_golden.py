@@ -103,6 +103,12 @@ def test_every_stage_parses_back_equal(lowered: Lowered) -> None:
         assert type(stage).parse(str(stage)) == stage
 
 
+def test_text_with_loops_goes_on_after_them(lowered: Lowered) -> None:
+    formed = [stage for stage in lowered.stages.values() if isinstance(stage, Fusion) and any(op.result.stream for op in stage.all_ops)]
+    again = lower(Fusion.parse(str(formed[-1])), OPTIONS.get(lowered.name, Options())) if formed else lowered.host
+    assert str(again) == str(lowered.host)
+
+
 def test_no_folder_is_left_over() -> None:
     assert {path.parent.name for path in GOLDEN.glob("*/*.hw")} == set(FUSIONS), "no program has these; remove them"
 

@@ -100,8 +100,10 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 """
     assert body_of(stages(text)["choose_overlap"], "fusion") == [
         "%h: f32[M@x, E] = call @layer(%x)",
-        "%h_gathered: f32[M, E] stream(M, 2, by_shard, p2p, local_first) = all_gather(%h, dim=0, axes=(x))",
-        "%y: f32[M, E] stream(M, 2, by_shard, local_first) = negative(%h_gathered)",
+        "loop 2 chunks by_shard local_first {",
+        "%h_gathered: f32[M, E] stream(M, p2p) = all_gather(%h, dim=0, axes=(x))",
+        "%y: f32[M, E] stream(M) = negative(%h_gathered)",
+        "}",
         "return %y",
     ]
 

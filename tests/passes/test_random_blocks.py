@@ -32,7 +32,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
         *(Op("output", (first_result.name,), value, (("index", i),), callee=block) for i, value in enumerate(others, 1)),
         Op("call", tuple(read), again, callee=block),
     )
-    result = replace(fusion, ops=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
+    result = replace(fusion, body=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
     except ProgramError:  # a size that no parameter determines

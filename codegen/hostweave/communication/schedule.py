@@ -1,6 +1,7 @@
 """Schedules: how the chunks of one reshard travel in a loop. Each is an object in a file; `schedules.py` lists them.
 
-    %x_gathered: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
+    loop 8 chunks by_shard local_first {
+      %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
 uses schedule p2p of all_gathers. A schedule tells which reshards it fits and what it costs. Its `Lowering` emits the instructions before
 the loop, in a step, and after the loop.

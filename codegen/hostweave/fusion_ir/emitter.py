@@ -26,7 +26,7 @@ class Emitter:
         """Calls `add` for each op, and returns the fusion of all emitted ops."""
         for op in self.fusion.ops:
             self.add(op)
-        return replace(self.fusion, ops=tuple(self.ops))
+        return replace(self.fusion, body=tuple(self.ops))
 
     def add(self, op: Op) -> None:
         self.emit(op)

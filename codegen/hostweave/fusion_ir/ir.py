@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from html import escape
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -56,25 +57,24 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """Chunk loop over one dim of a value.
+    """The dim of a value that the chunks of a loop cut, and `algorithm`, the schedule of its reshard, such as p2p or put.
+
+    `choose_overlap` puts the value into a `ChunkLoop`. Before, the stream also says what the loop shall be:
 
     - `chunks` is the number of iterations. None is one iteration per index, which drops the dim inside the loop.
-    - `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
-    - `algorithm` is the schedule of its communication, such as p2p or put. None if it has none, or has not been chosen yet.
-    - `rotation` is the block that a rank takes first in a loop by shard: `local_first`, `local_last` or None.
+    - `chunking` is that of the loop. None if it has not been chosen yet.
     """
 
     dim: int
     chunks: int | None = None
     chunking: str | None = None
     algorithm: str | None = None
-    rotation: str | None = None
 
     def of(self, type: TensorType) -> str:
         """Text for a tensor of this type: `stream(M, 8)`."""
         name = str(type.shape[self.dim])
         is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
-        parts = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm, self.rotation]
+        parts = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm]
         return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
     def too_many(self, size: Size) -> str:
@@ -106,7 +106,7 @@ class Value:
         return self.stream
 
     def __str__(self) -> str:
-        """Text: `%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`."""
+        """Text: `%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p)`."""
         words = [f"%{self.name}: {self.type}", "pinned" * self.pinned, "async" * self.is_async, self.transport]
         return " ".join(filter(None, [*words, self.stream.of(self.type) if self.stream else ""]))
 
@@ -162,8 +162,45 @@ class Op:
 
 
 @dataclass(frozen=True)
+class ChunkLoop:
+    """A loop over chunks, as a region of ops. Each iteration computes one chunk of every result.
+
+    - `steps` is the number of iterations. If `drops_dim`, each one takes a single index and drops the dim.
+    - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every shard).
+    - `rotation` is the block that a rank takes first in a loop by shard: `local_first`, `local_last` or None.
+    - `gathered` is a value that is gathered outside of the loop, of which each iteration takes one shard, or "".
+    """
+
+    ops: tuple[Op, ...]
+    steps: Size
+    drops_dim: bool
+    chunking: str
+    rotation: str | None = None
+    gathered: str = ""
+
+    @property
+    def communication(self) -> Op | None:
+        """The first reshard in the loop, or None. In a loop by shard it determines the block of a step."""
+        return next((op for op in self.ops if op.result.walked.algorithm), None)
+
+    @property
+    def by_block(self) -> bool:
+        """True if the steps visit the blocks of a communication. A loop without communication takes its steps in order."""
+        return self.chunking == "by_shard" and self.communication is not None
+
+    def makes(self, name: str) -> bool:
+        return any(op.result.name == name for op in self.ops)
+
+    def __str__(self) -> str:
+        """Text: `loop 8 chunks by_shard local_first {`, the ops, and `}`."""
+        of = f"of %{self.gathered}" if self.gathered else ""
+        words = ("loop", str(self.steps), "indices" if self.drops_dim else "chunks", self.chunking, self.rotation, of, "{")
+        return "\n".join((" ".join(filter(None, words)), *(f"  {op}" for op in self.ops), "}"))
+
+
+@dataclass(frozen=True)
 class Fusion:
-    """A program, or a function that it calls: inputs, ops in order, and names of the results.
+    """A program, or a function that it calls: inputs, ops and chunk loops in order, and names of the results.
 
     `donated` is empty, or has for each result the input whose memory it takes, or "". `returned` is empty, or has for each result that is
     a group its names. `choices` are the compiler's choices of ways to communicate.
@@ -172,7 +209,7 @@ class Fusion:
     name: str
     mesh: Mesh
     inputs: tuple[Value, ...]
-    ops: tuple[Op, ...]
+    body: tuple[Op | ChunkLoop, ...]
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
@@ -190,6 +227,16 @@ class Fusion:
     def __call__(self, *_: object, **__: object) -> NoReturn:
         remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"
         raise ProgramError.here(f"@{self.name}: a fusion is not a function of arrays or tensors; {remedy}")
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops in order, those in loops included."""
+        return tuple(op for item in self.body for op in (item.ops if isinstance(item, ChunkLoop) else (item,)))
+
+    @cached_property
+    def loop_of(self) -> dict[str, ChunkLoop]:
+        """The loop of each value that a loop computes."""
+        return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
     def values(self) -> dict[str, Value]:
         """All values by name, in order of definition."""
@@ -257,7 +304,7 @@ class Fusion:
 
     def _text(self, word: str, mesh: str = "") -> str:
         inputs = ", ".join(f"%{value.name}: {value.type}" + (f" {value.group}" if value.group else "") for value in self.inputs)
-        lines = [f"  {line}\n" for line in (*self.ops, *self.choices)]
+        lines = [f"  {line}\n" for item in (*self.body, *self.choices) for line in str(item).split("\n")]
         donated = self.donated or ("",) * len(self.outputs)
         groups = self.returned or (None,) * len(self.outputs)
         ends = ((f" in %{into}" if into else "") + (f" {group}" if group else "") for into, group in zip(donated, groups, strict=True))

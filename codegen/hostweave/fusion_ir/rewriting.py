@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
-from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Value
+from hostweave.fusion_ir.ir import AttributeValue, ChunkLoop, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
 from hostweave.fusion_ir.unrolling import unrolled
@@ -45,6 +45,28 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
     return result
 
 
+def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
+    """Replaces the ops by others of the same names in another order. A loop stays one, at the place of its first op."""
+    firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
+    kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
+    return replace(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
+
+
+def without_loops(fusion: Fusion) -> Fusion:
+    """States chunk loops as streams, from which `choose_overlap` forms loops again."""
+
+    def streamed(op: Op, loop: ChunkLoop) -> Op:
+        given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)
+        stream = None if loop.gathered else replace(given, chunks=chunks, chunking=loop.chunking)
+        return replace(op, result=replace(op.result, stream=stream))
+
+    def apart(body: Fusion) -> Fusion:
+        loops = body.loop_of
+        return replace(body, body=tuple(streamed(op, loops[op.result.name]) if op.result.name in loops else op for op in body.ops))
+
+    return map_functions(fusion, apart) if any(body.loop_of for body in (*fusion.functions, fusion)) else fusion
+
+
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
     """Moves views of inputs to the front. A loop over several matmuls needs, for example, transposed weights before it."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
@@ -52,7 +74,7 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
         (first if is_first else rest).append(op)
         known |= {op.result.name} if is_first else set()
-    return replace(fusion, ops=(*first, *rest))
+    return replace(fusion, body=(*first, *rest))
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -62,11 +84,11 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
     """Applies a function to every function of a fusion, callees first, then to the fusion. Callers see the rewritten callees."""
     done: dict[str, Fusion] = {}
 
-    def linked(op: Op) -> Op:
-        return replace(op, callee=done[op.callee.name]) if op.callee else op
+    def linked(item: Op | ChunkLoop) -> Op | ChunkLoop:
+        return replace(item, callee=done[item.callee.name]) if isinstance(item, Op) and item.callee else item
 
     for body in (*fusion.functions, fusion):
-        done[body.name] = result = apply(replace(body, ops=tuple(map(linked, body.ops))))
+        done[body.name] = result = apply(replace(body, body=tuple(map(linked, body.body))))
     return result
 
 
@@ -86,7 +108,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         inputs = tuple(replace(value, type=known(value.type)) for value in body.inputs)
         ops = tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops)
         types = {value.name: value.type for value in (*inputs, *(op.result for op in ops))}
-        return replace(body, inputs=inputs, ops=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
+        return replace(body, inputs=inputs, body=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
         """Attributes with known sizes. Negative indices become nonnegative if the dim is an int."""
@@ -96,13 +118,13 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
             made[first.name] = op[first] + int(size) if op[first] < 0 and size.is_int else op[first]
         return tuple(made.items())
 
-    made = map_functions(fusion, bound)
+    made = map_functions(without_loops(fusion), bound)
     names = Names(made)
     groups = made.returned or (None,) * len(made.outputs)  # whose shardings the functions give that are repeated
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
-    return replace(made, ops=(*made.ops, *ops), outputs=tuple(results[name].name if name in results else name for name in made.outputs))
+    return replace(made, body=(*made.ops, *ops), outputs=tuple(results[name].name if name in results else name for name in made.outputs))
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
@@ -113,7 +135,7 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, whose ranks are numbered"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
-    return map_functions(fusion, lambda body: replace(body, mesh=mesh))
+    return map_functions(without_loops(fusion), lambda body: replace(body, mesh=mesh))
 
 
 def inlined(fusion: Fusion) -> Fusion:
@@ -121,7 +143,7 @@ def inlined(fusion: Fusion) -> Fusion:
 
     Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
     """
-    fusion = unrolled(fusion)
+    fusion = unrolled(without_loops(fusion))
     fresh = Names(fusion).new
 
     others: dict[tuple[str, int], str] = {}  # further results of calls -> their names here
@@ -144,7 +166,7 @@ def inlined(fusion: Fusion) -> Fusion:
         others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
         return ops
 
-    return replace(fusion, ops=tuple(inner for op in fusion.ops for inner in expanded(op)))
+    return replace(fusion, body=tuple(inner for op in fusion.ops for inner in expanded(op)))
 
 
 # --- single-device reference of exported projects --------------------------------------------------------------------
@@ -168,6 +190,6 @@ def on_one_device(fusion: Fusion) -> Fusion:
         return replace(op, kind="copy" if op.kind == "reshard" else op.kind, result=unsharded(op.result))
 
     def body(given: Fusion) -> Fusion:
-        return replace(given, mesh=Mesh(), inputs=tuple(map(unsharded, given.inputs)), ops=tuple(map(alone, given.ops)))
+        return replace(given, mesh=Mesh(), inputs=tuple(map(unsharded, given.inputs)), body=tuple(map(alone, given.ops)))
 
     return map_functions(replace(fusion, name=f"{fusion.name}_reference"), body)

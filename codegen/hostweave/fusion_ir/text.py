@@ -1,13 +1,13 @@
 """Parser of fusions: `parse_fusion(str(f)) == f`. One op per line, also in the kernels of the host IR."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.choice import parse_choice
-from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, AttributeValue, ChunkLoop, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel
@@ -54,10 +54,15 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
     mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
     reader.expect("{")
     known = {value.name for value in inputs}
-    ops: list[Op] = []
+    body: list[Op | ChunkLoop] = []
+
+    def op() -> Op:
+        made = parse_op(reader, known, functions, user_kernels)
+        known.add(made.result.name)
+        return made
+
     while reader.peek() not in ("return", "choice"):
-        ops.append(parse_op(reader, known, functions, user_kernels))
-        known.add(ops[-1].result.name)
+        body.append(_parse_loop(reader, known, op) if reader.accept("loop") else op())
     choices = reader.repeated("choice", lambda: parse_choice(reader))
     reader.expect("return")
 
@@ -68,7 +73,25 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
     reader.expect("}")
     outputs, donated, groups = zip(*returned, strict=True) if returned else ((), (), ())
     donated, groups = (given if any(given) else () for given in (donated, groups))
-    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated, choices, groups)
+    return Fusion(name, mesh, inputs, tuple(body), outputs, donated, choices, groups)
+
+
+def _parse_loop(reader: Reader, known: set[str], op: Callable[[], Op]) -> ChunkLoop:
+    """Parses the rest of `loop 8 chunks by_shard local_first { ... }`."""
+
+    def one_of(words: Sequence[str]) -> str:
+        if reader.peek() not in words:
+            reader.fail(f"expected {' or '.join(words)}, found {reader.found()}")
+        return reader.take()
+
+    steps, drops_dim, chunking = reader.size(), one_of(("chunks", "indices")) == "indices", one_of(CHUNKINGS)
+    rotation = reader.take() if reader.peek() in ROTATIONS else None
+    gathered = _parse_use(reader, known) if reader.accept("of") else ""
+    reader.expect("{")
+    ops = [op()]
+    while not reader.accept("}"):
+        ops.append(op())
+    return ChunkLoop(tuple(ops), steps, drops_dim, chunking, rotation, gathered)
 
 
 def parse_op(
@@ -140,22 +163,19 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
         dim = type.dim(int(axis) if axis.isdigit() and len(axis) < 4 else axis)
     except ValueError as error:
         reader.fail(str(error), at)
-    chunks = step = by = rotation = None
+    chunks = step = by = None
     while reader.accept(","):
         word = reader.peek()
         if word.isdigit() and chunks is None:
             chunks = reader.integer()
         elif word in CHUNKINGS and step is None:
             step = reader.take()
-        elif word in ROTATIONS and rotation is None:
-            rotation = reader.take()
-        elif word.isidentifier() and word not in (*CHUNKINGS, *ROTATIONS) and by is None:
+        elif word.isidentifier() and word not in CHUNKINGS and by is None:
             by = reader.take()
         else:
-            words = ", ".join((*CHUNKINGS, *ROTATIONS))
-            reader.fail(f"expected a number of chunks, {words} or an algorithm, once each, found {reader.found()}")
+            reader.fail(f"expected a number of chunks, {', '.join(CHUNKINGS)} or an algorithm, once each, found {reader.found()}")
     reader.expect(")")
-    return Stream(dim, chunks, step, by, rotation)
+    return Stream(dim, chunks, step, by)
 
 
 def _parse_attribute(reader: Reader) -> AttributeValue:

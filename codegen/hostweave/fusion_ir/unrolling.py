@@ -32,7 +32,7 @@ class _Unrolling:
         donated = dict(zip(self.given.outputs, self.given.donated, strict=False))
         places = ((donated.get(name, ""), number) for name, number in self.given.numbered_results)
         into = tuple(memories[memory][number] if memory and number is not None else memory for memory, number in places)
-        return replace(self.given, inputs=self.given.arguments, ops=ops, outputs=outputs, donated=into if any(into) else (), returned=())
+        return replace(self.given, inputs=self.given.arguments, body=ops, outputs=outputs, donated=into if any(into) else (), returned=())
 
     def expanded(self, op: Op) -> Iterator[Op]:
         if op.kind == "repeat":

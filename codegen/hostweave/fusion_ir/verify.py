@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
+from hostweave.fusion_ir.ir import CHUNKINGS, MAX_STEPS, ROTATIONS, ChunkLoop, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, LAGGED, SOURCES, VALUE
 from hostweave.fusion_ir.ops.definition import Mismatch
@@ -13,6 +13,7 @@ from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
@@ -58,9 +59,10 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         for name in (name for size in op.result.type.shape for name in size.symbols if name not in known):
             why = f"no input has a dim {name}, which %{op.result.name} has, so its size is unknown"
             raise ProgramError(f"{op.kind}: {why}; add it to an input, or write an int", op.location)
-        _verify_stream(op, level)
+        _verify_stream(op, fusion.loop_of.get(op.result.name), level)
         if level >= LEVELS.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
+    _verify_loops(fusion)
     _verify_groups(fusion)
     _verify_further_results(fusion)
     _verify_outputs(fusion, here, types, level)
@@ -160,27 +162,60 @@ def _verify_further_results(body: Fusion) -> None:
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
-def _verify_stream(op: Op, level: int) -> None:
-    stream = op.result.stream
+def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
+    """Checks the stream of a value. Before `choose_overlap` it asks for a loop; in a loop it names the dim alone, and the algorithm."""
+    stream, here = op.result.stream, f"stream of %{op.result.name}"
+    if loop and (stream is None or stream.chunks is not None or stream.chunking):
+        raise ProgramError(f"{here}: an op in a loop states its dim alone, and its algorithm; write stream(0)", op.location)
     if stream is None:
         return
-    here = f"stream of %{op.result.name}"
     if not 0 <= stream.dim < len(op.result.type.dims):
         raise ProgramError(f"{here}: {op.result.type} has no dim {stream.dim}", op.location)
-    for value, known in ((stream.chunking, CHUNKINGS), (stream.rotation, ROTATIONS)):
-        if value is not None and value not in known:
-            raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
+    if stream.chunking is not None and stream.chunking not in CHUNKINGS:
+        raise ProgramError(f"{here}: {stream.chunking!r} is not one of {', '.join(CHUNKINGS)}", op.location)
     if op.callee:
         raise ProgramError(f"{here}: it is made by the function @{op.callee.name}; stream a tensor in the function", op.location)
     if stream.chunks is not None and stream.chunks < 1:
         raise ProgramError(f"{here}: chunks={stream.chunks} is not at least 1", op.location)
-    if why := stream.too_many(op.result.type.shape[stream.dim]):
+    if why := "" if loop else stream.too_many(op.result.type.shape[stream.dim]):
         raise ProgramError(f"{here}: {why}", op.location)
-    if level >= LEVELS.index("choose_overlap"):
-        if stream.chunking is None:
-            raise ProgramError(f"{here}: its chunking is missing; add one of {' and '.join(CHUNKINGS)}", op.location)
-        if stream.algorithm and op.kind not in RESHARDS:
-            raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location)
+    if not loop and level >= LEVELS.index("choose_overlap"):
+        raise ProgramError(f"{here}: it is in no loop; put its op into one", op.location)
+    if loop and stream.algorithm and op.kind not in RESHARDS:
+        raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location)
+
+
+def _verify_loops(fusion: Fusion) -> None:
+    """Checks what chunk loops state: their steps, chunking and rotation, and the gather of which they take one shard per step."""
+    for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
+        if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
+            raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)
+
+
+def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
+    """What is wrong with the steps of a loop, or ""."""
+    first, values = loop.ops[0], fusion.values()
+    dim, types = first.result.walked.dim, [first.result.type, *(values[name].type for name in first.tensors if first.kind in RESHARDS)]
+    size, shards = types[0].shape[dim], max(type.mesh_in(fusion.mesh).size_of(type.dims[dim].axes) for type in types)
+    for value, known in ((loop.chunking, CHUNKINGS), (loop.rotation, (None, *ROTATIONS))):
+        if value not in known:
+            return f"{value!r} is not one of {', '.join(filter(None, known))}"
+    if loop.steps.is_int and not 1 <= int(loop.steps) <= MAX_STEPS:
+        return f"it has {loop.steps} steps; use 1 to {MAX_STEPS}"
+    if loop.drops_dim:
+        wanted = size if loop.chunking == "by_shard" else size // shards
+        return "" if loop.steps == wanted else f"it has {loop.steps} steps, but takes {wanted} indices; write one step per index"
+    return "" if loop.steps.is_int else f"{loop.steps} chunks; give a number"
+
+
+def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
+    """What is wrong with the gather whose shards a loop takes, or ""."""
+    made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
+    gather = made.get(loop.gathered)
+    if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":
+        return f"a matmul takes shards of an async all_gather, which %{loop.gathered} is not"
+    ranks = fusion.mesh.size_of(step_of(gather).axes)
+    return "" if loop.steps == Size(ranks) else f"it has {loop.steps} steps; write one per shard, {ranks}"
 
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:

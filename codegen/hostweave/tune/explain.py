@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 
 from hostweave.communication.schedules import transport_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
-from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
@@ -59,7 +59,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         if name in with_keys:
             yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, with which it would travel in a loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
-            how = _how(op, chosen.get(name), possible.get(name), options, _hidden(body, place, times))
+            how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, place, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
                 how = f"up to {most} bytes in the kernel that uses it, whose ranks send each other their terms; of more bytes {how}"
@@ -94,8 +94,7 @@ def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
     return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, and {1e6 * HIDDEN_SECONDS:.0f} us are wanted"
 
 
-def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
-    stream = op.result.stream
+def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
     alone = "beside other ops on a stream of its own" if op.result.is_async else "in sequence"
     if choice:
         taken = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
@@ -104,9 +103,9 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
             by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
             taken = f"beside other ops on a stream of its own by {by}{apart}"
         return f"{taken}{times_of(choice)}"
-    if stream and stream.algorithm:
-        return f"{_loop(Way(stream.algorithm, stream.chunks or 0, 0.0), options)}, as stated"
-    return f"{alone}: {_why_not(stream, candidate, options, hidden)}"
+    if loop and (algorithm := op.result.walked.algorithm):
+        return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as stated"
+    return f"{alone}: {_why_not(loop, candidate, options, hidden)}"
 
 
 def times_of(choice: Choice) -> str:
@@ -132,8 +131,8 @@ def _loop(way: Way, options: Options) -> str:
     return f"{chunks} by {way.algorithm}, {transport_of(way, options).name}"
 
 
-def _why_not(stream: Stream | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
-    if stream:
+def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
+    if loop:
         return "in a loop that does not communicate"
     if options.overlap == "off":
         return 'overlap="off"'

@@ -17,31 +17,32 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# (program, what the user states, the streams of its two values)
+# (program, what the user states, the loop, the streams of its two values)
 STATED = [
-    (GATHER, "M, 8", "M, 8, by_shard, p2p, local_first", "M, 8, by_shard, local_first"),
-    (GATHER, "M, 16", "M, 16, by_shard, p2p, local_first", "M, 16, by_shard, local_first"),
-    (GATHER, "M", "M, by_shard, p2p, local_first", "M, by_shard, local_first"),
-    (GATHER, "M, 3", "M, 3, across_shards, all_gather", "M, 3, across_shards"),
-    (GATHER, "M, 8, ring", "M, 8, by_shard, ring, local_first", "M, 8, by_shard, local_first"),
-    (GATHER, "M, 8, broadcast", "M, 8, by_shard, broadcast", "M, 8, by_shard"),
-    (GATHER, "M, 8, all_gather", "M, 8, across_shards, all_gather", "M, 8, across_shards"),
-    (GATHER, "M, 8, across_shards", "M, 8, across_shards, all_gather", "M, 8, across_shards"),
-    (GATHER, "M, 8, by_shard", "M, 8, by_shard, p2p, local_first", "M, 8, by_shard, local_first"),
-    (GATHER, "N, 8", None, "N, 8, across_shards"),
-    (SCATTER, "M, 8", "M, 8, by_shard, local_last", "M, 8, by_shard, p2p, local_last"),
-    (SCATTER, "M, 3", "M, 3, across_shards", "M, 3, across_shards, reduce_scatter"),
-    (SCATTER, "M, 8, ring", "M, 8, by_shard, local_last", "M, 8, by_shard, ring, local_last"),
-    (SCATTER, "M, 8, reduce_scatter", "M, 8, across_shards", "M, 8, across_shards, reduce_scatter"),
-    (SCATTER, "N, 8", "N, 8, across_shards", "N, 8, across_shards, reduce_scatter"),
+    (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),
+    (GATHER, "M, 16", "16 chunks by_shard local_first", "M, p2p", "M"),
+    (GATHER, "M", "M indices by_shard local_first", "M, p2p", "M"),
+    (GATHER, "M, 3", "3 chunks across_shards", "M, all_gather", "M"),
+    (GATHER, "M, 8, ring", "8 chunks by_shard local_first", "M, ring", "M"),
+    (GATHER, "M, 8, broadcast", "8 chunks by_shard", "M, broadcast", "M"),
+    (GATHER, "M, 8, all_gather", "8 chunks across_shards", "M, all_gather", "M"),
+    (GATHER, "M, 8, across_shards", "8 chunks across_shards", "M, all_gather", "M"),
+    (GATHER, "M, 8, by_shard", "8 chunks by_shard local_first", "M, p2p", "M"),
+    (GATHER, "N, 8", "8 chunks across_shards", None, "N"),
+    (SCATTER, "M, 8", "8 chunks by_shard local_last", "M", "M, p2p"),
+    (SCATTER, "M, 3", "3 chunks across_shards", "M", "M, reduce_scatter"),
+    (SCATTER, "M, 8, ring", "8 chunks by_shard local_last", "M", "M, ring"),
+    (SCATTER, "M, 8, reduce_scatter", "8 chunks across_shards", "M", "M, reduce_scatter"),
+    (SCATTER, "N, 8", "8 chunks across_shards", "N", "N, reduce_scatter"),
 ]
 
 
-@pytest.mark.parametrize(("program", "stated", "first", "second"), STATED)
-def test_steps(program: tuple[str, str], stated: str, first: str | None, second: str) -> None:
+@pytest.mark.parametrize(("program", "stated", "loop", "first", "second"), STATED)
+def test_steps(program: tuple[str, str], stated: str, loop: str, first: str | None, second: str) -> None:
     inputs, ops = program
-    head, tail = ops.format(second).split(" = ", 1)
-    after = f"{head} stream({first}) = {tail}" if first else f"{head} = {tail}"
+    head, rest = ops.format(second).split(" = ", 1)
+    tail, last = rest.split("\n")
+    after = f"loop {loop} {{\n{head} stream({first}) = {tail}\n{last}\n}}" if first else f"{head} = {tail}\nloop {loop} {{\n{last}\n}}"
     check(choose_overlap, inputs, ops.format(stated), after)
 
 
@@ -52,9 +53,11 @@ LOOPS = {
         """%h: f32[4, 8@x, M, N] = matmul(%x, %w)
         %s: f32[4, M, N] partial(sum, x) = sum(%h, axis=(1,))
         %y: f32[4, M, N] stream(0) = all_reduce(%s, axes=(x), reduction=sum)""",
-        """%h: f32[4, 8@x, M, N] stream(0, across_shards) = matmul(%x, %w)
-        %s: f32[4, M, N] partial(sum, x) stream(0, across_shards) = sum(%h, axis=(1,))
-        %y: f32[4, M, N] stream(0, across_shards, all_reduce) = all_reduce(%s, axes=(x), reduction=sum)""",
+        """loop 4 indices across_shards {
+          %h: f32[4, 8@x, M, N] stream(0) = matmul(%x, %w)
+          %s: f32[4, M, N] partial(sum, x) stream(0) = sum(%h, axis=(1,))
+          %y: f32[4, M, N] stream(0, all_reduce) = all_reduce(%s, axes=(x), reduction=sum)
+        }""",
     ),
     "what feeds the feeder stays out": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
@@ -62,17 +65,21 @@ LOOPS = {
         %h: f32[M, N] partial(sum, x) = matmul(%a, %w)
         %y: f32[M, N] stream(M, 4) = all_reduce(%h, axes=(x), reduction=sum)""",
         """%a: f32[M, K@x] = relu(%x)
-        %h: f32[M, N] partial(sum, x) stream(M, 4, across_shards) = matmul(%a, %w)
-        %y: f32[M, N] stream(M, 4, across_shards, all_reduce) = all_reduce(%h, axes=(x), reduction=sum)""",
+        loop 4 chunks across_shards {
+          %h: f32[M, N] partial(sum, x) stream(M) = matmul(%a, %w)
+          %y: f32[M, N] stream(M, all_reduce) = all_reduce(%h, axes=(x), reduction=sum)
+        }""",
     ),
     "what feeds a gather joins where it goes across shards": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
         %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 3) = matmul(%g, %w)""",
-        """%a: f32[M@x, K] stream(M, 3, across_shards) = relu(%x)
-        %g: f32[M, K] stream(M, 3, across_shards, all_gather) = all_gather(%a, dim=0, axes=(x))
-        %y: f32[M, N] stream(M, 3, across_shards) = matmul(%g, %w)""",
+        """loop 3 chunks across_shards {
+          %a: f32[M@x, K] stream(M) = relu(%x)
+          %g: f32[M, K] stream(M, all_gather) = all_gather(%a, dim=0, axes=(x))
+          %y: f32[M, N] stream(M) = matmul(%g, %w)
+        }""",
     ),
     "and not where it goes by block": (
         "%x: f32[M@x, K], %w: f32[K, N]",
@@ -80,17 +87,23 @@ LOOPS = {
         %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8) = matmul(%g, %w)""",
         """%a: f32[M@x, K] = relu(%x)
-        %g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%a, dim=0, axes=(x))
-        %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)""",
+        loop 8 chunks by_shard local_first {
+          %g: f32[M, K] stream(M, p2p) = all_gather(%a, dim=0, axes=(x))
+          %y: f32[M, N] stream(M) = matmul(%g, %w)
+        }""",
     ),
-    "two gathers of one loop": (
+    "two gathers by shard have a loop each, since a step follows one rotation": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
         """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
         %y: f32[M, K] stream(M, 8) = add(%ag, %bg)""",
-        """%ag: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%a, dim=0, axes=(x))
-        %bg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%b, dim=0, axes=(x))
-        %y: f32[M, K] stream(M, 8, by_shard, local_first) = add(%ag, %bg)""",
+        """loop 8 chunks by_shard local_first {
+          %ag: f32[M, K] stream(M, p2p) = all_gather(%a, dim=0, axes=(x))
+        }
+        loop 8 chunks by_shard local_first {
+          %bg: f32[M, K] stream(M, p2p) = all_gather(%b, dim=0, axes=(x))
+          %y: f32[M, K] stream(M) = add(%ag, %bg)
+        }""",
     ),
     "what is gathered whole comes before the loop": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
@@ -98,8 +111,10 @@ LOOPS = {
         %wg: f32[K, N] = all_gather(%w, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8) = matmul(%xg, %wg)""",
         """%wg: f32[K, N] = all_gather(%w, dim=0, axes=(x))
-        %xg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %wg)""",
+        loop 8 chunks by_shard local_first {
+          %xg: f32[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %y: f32[M, N] stream(M) = matmul(%xg, %wg)
+        }""",
     ),
     "what takes the same gather joins, where it is streamed alike": (
         "%x: f32[M@x, K], %v: f32[K, N], %w: f32[K, N]",
@@ -108,9 +123,11 @@ LOOPS = {
         %s: f32[M, N] = relu(%a)
         %b: f32[M, N] stream(M, 8) = matmul(%g, %w)
         %y: f32[M, N] = add(%s, %b)""",
-        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %v)
-        %b: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        """loop 8 chunks by_shard local_first {
+          %g: f32[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %a: f32[M, N] stream(M) = matmul(%g, %v)
+          %b: f32[M, N] stream(M) = matmul(%g, %w)
+        }
         %s: f32[M, N] = relu(%a)
         %y: f32[M, N] = add(%s, %b)""",
     ),
@@ -119,41 +136,49 @@ LOOPS = {
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
         %y: f32[M, K] stream(M, 8) = add(%g, %a)""",
-        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, K] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
-        %y: f32[M, K] stream(M, 8, by_shard, local_first) = add(%g, %a)""",
+        """loop 8 chunks by_shard local_first {
+          %g: f32[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %a: f32[M, K] stream(M) = matmul(%g, %w)
+          %y: f32[M, K] stream(M) = add(%g, %a)
+        }""",
     ),
     "a streamed consumer takes the steps of the loop before it": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%g: f32[M, K] stream(M, 8) = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
         %y: f32[M, N] stream(M, 8) = relu(%a)""",
-        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
-        %y: f32[M, N] stream(M, 8, by_shard, local_first) = relu(%a)""",
+        """loop 8 chunks by_shard local_first {
+          %g: f32[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %a: f32[M, N] stream(M) = matmul(%g, %w)
+          %y: f32[M, N] stream(M) = relu(%a)
+        }""",
     ),
     "but not of a reduce-scatter by block, which is done after its loop": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
         %s: f32[M@x, N] stream(M, 8) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
         %y: f32[M@x, N] stream(M, 8) = relu(%s)""",
-        """%h: f32[M, N] partial(sum, x) stream(M, 8, by_shard, local_last) = matmul(%x, %w)
-        %s: f32[M@x, N] stream(M, 8, by_shard, p2p, local_last) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
-        %y: f32[M@x, N] stream(M, 8, across_shards) = relu(%s)""",
+        """loop 8 chunks by_shard local_last {
+          %h: f32[M, N] partial(sum, x) stream(M) = matmul(%x, %w)
+          %s: f32[M@x, N] stream(M, p2p) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
+        }
+        loop 8 chunks across_shards {
+          %y: f32[M@x, N] stream(M) = relu(%s)
+        }""",
     ),
-    "a local slice of the streamed dim ends the loop": (
+    "a local slice of the streamed dim ends the loop, and views alone are none": (
         "%x: f32[M, K@x]",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
         %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
         %y: f32[M@x] stream(M, 4) = shard(%r, dim=0, axes=(x))""",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
         %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
-        %y: f32[M@x] stream(M, 4, across_shards) = shard(%r, dim=0, axes=(x))""",
+        %y: f32[M@x] = shard(%r, dim=0, axes=(x))""",
     ),
     "one device": (
         "%x: f32[B, M, K], %w: f32[K, N]",
         "%y: f32[B, M, N] stream(B) = matmul(%x, %w)",
-        "%y: f32[B, M, N] stream(B, across_shards) = matmul(%x, %w)",
+        "loop B indices across_shards {\n%y: f32[B, M, N] stream(B) = matmul(%x, %w)\n}",
     ),
 }
 
@@ -211,8 +236,10 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
         %h: f32[M] = all_gather(%w, dim=0, axes=(dp, tp))
         %y: f32[M] stream(M, 3) = add(%g, %h)""",
         """%h: f32[M] = all_gather(%w, dim=0, axes=(dp, tp))
-        %g: f32[M] stream(M, 3, across_shards, all_gather) = all_gather(%x, dim=0, axes=(dp))
-        %y: f32[M] stream(M, 3, across_shards) = add(%g, %h)""",
+        loop 3 chunks across_shards {
+          %g: f32[M] stream(M, all_gather) = all_gather(%x, dim=0, axes=(dp))
+          %y: f32[M] stream(M) = add(%g, %h)
+        }""",
         mesh="dp=2, tp=2",
     )
 
@@ -224,8 +251,10 @@ def test_what_is_in_no_loop_reads_all_of_a_gather_later() -> None:
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
         %b: f32[K, M] = permute_dims(%g, axes=(1, 0))""",
-        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, K] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        """loop 8 chunks by_shard local_first {
+          %g: f32[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %a: f32[M, K] stream(M) = matmul(%g, %w)
+        }
         %b: f32[K, M] = permute_dims(%g, axes=(1, 0))""",
     )
 

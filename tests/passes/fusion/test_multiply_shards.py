@@ -24,20 +24,20 @@ IN_ONE = "choice %wg of @f predicted: put(1) 18.7 us, put(8) 33.2 us, none 91.2 
 TWO_SIDED = "choice %wg of @f predicted: all_gather(8) 33.2 us, none 91.2 us"
 GATHER = "%wg: bf16[K, N] async one_sided = all_gather(%w, dim=1, axes=(x))"
 TURNED = "%vg: bf16[N, K] async one_sided = all_gather(%v, dim=0, axes=(x))\n%vt: bf16[K, N] = permute_dims(%vg, axes=(1, 0))"
-STREAM = "stream(N, 8, by_shard, local_first)"
+LOOP = "loop 8 chunks by_shard local_first of"
 # name -> (before, after)
 CASES = {
     "columns": (
         f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{PUT}",
-        f"{GATHER}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %wg)\n{PUT}",
+        f"{GATHER}\n{LOOP} %wg {{\n%y: bf16[M@x, N] stream(N) = matmul(%x, %wg)\n}}\n{PUT}",
     ),
     "by collectives": (
         f"{GATHER.replace(' one_sided', '')}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{TWO_SIDED}",
-        f"{GATHER.replace(' one_sided', '')}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %wg)\n{TWO_SIDED}",
+        f"{GATHER.replace(' one_sided', '')}\n{LOOP} %wg {{\n%y: bf16[M@x, N] stream(N) = matmul(%x, %wg)\n}}\n{TWO_SIDED}",
     ),
     "of a transpose": (
         f"{TURNED}\n%y: bf16[M@x, N] = matmul(%x, %vt)\n{PUT.replace('wg', 'vg')}",
-        f"{TURNED}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %vt)\n{PUT.replace('wg', 'vg')}",
+        f"{TURNED}\n{LOOP} %vg {{\n%y: bf16[M@x, N] stream(N) = matmul(%x, %vt)\n}}\n{PUT.replace('wg', 'vg')}",
     ),
     "what matmuls end with comes with it": (
         f"""{GATHER}
@@ -49,10 +49,12 @@ CASES = {
         %s: bf16[M@x, N] = negative(%y)
         {PUT}""",
         f"""{GATHER}
-        %h: bf16[M@x, N] {STREAM} = matmul(%x, %wg)
-        %a: bf16[M@x, N] {STREAM} = add(%r, %h)
-        %c: bf16[M@x, N] {STREAM} = add(%a, %b)
-        %y: bf16[M@x, N] {STREAM} = relu(%c)
+        {LOOP} %wg {{
+          %h: bf16[M@x, N] stream(N) = matmul(%x, %wg)
+          %a: bf16[M@x, N] stream(N) = add(%r, %h)
+          %c: bf16[M@x, N] stream(N) = add(%a, %b)
+          %y: bf16[M@x, N] stream(N) = relu(%c)
+        }}
         %z: bf16[M@x, K] = exp(%x)
         %s: bf16[M@x, N] = negative(%y)
         {PUT}""",
@@ -64,7 +66,9 @@ CASES = {
         %y: bf16[M@x, N] = add(%z, %h)
         {PUT}""",
         f"""{GATHER}
-        %h: bf16[M@x, N] {STREAM} = matmul(%x, %wg)
+        {LOOP} %wg {{
+          %h: bf16[M@x, N] stream(N) = matmul(%x, %wg)
+        }}
         %z: bf16[M@x, N] = exp(%r)
         %y: bf16[M@x, N] = add(%z, %h)
         {PUT}""",

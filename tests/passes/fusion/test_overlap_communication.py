@@ -111,13 +111,17 @@ CASES = {
     ),
     "a loop stays in one piece": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, K]",
-        """%a: bf16[M@x, K] stream(M, 2, across_shards) = matmul(%x, %v)
-        %b: bf16[M@x, K] stream(M, 2, across_shards) = relu(%a)
+        """loop 2 chunks across_shards {
+          %a: bf16[M@x, K] stream(M) = matmul(%x, %v)
+          %b: bf16[M@x, K] stream(M) = relu(%a)
+        }
         %wg: bf16[K, K] = all_gather(%w, dim=0, axes=(x))
         %y: bf16[M@x, K] = matmul(%b, %wg)""",
         """%wg: bf16[K, K] async = all_gather(%w, dim=0, axes=(x))
-        %a: bf16[M@x, K] stream(M, 2, across_shards) = matmul(%x, %v)
-        %b: bf16[M@x, K] stream(M, 2, across_shards) = relu(%a)
+        loop 2 chunks across_shards {
+          %a: bf16[M@x, K] stream(M) = matmul(%x, %v)
+          %b: bf16[M@x, K] stream(M) = relu(%a)
+        }
         %y: bf16[M@x, K] = matmul(%b, %wg)""",
     ),
 }
@@ -139,8 +143,10 @@ SAME = {
     ),
     "it is in a loop": (
         "%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[N, K]",
-        """%g: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-        %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        """loop 8 chunks by_shard local_first {
+          %g: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+          %y: bf16[M, N] stream(M) = matmul(%g, %w)
+        }
         %z: bf16[K, K] = matmul(%w, %v)""",
     ),
 }

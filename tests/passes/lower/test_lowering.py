@@ -1,4 +1,4 @@
-"""Decisions of lower_to_host before emission: ops that share a loop, and memory of results."""
+"""Ops that share a loop, and decisions of lower_to_host before emission: memory of results."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import pytest
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
+from hostweave.communication.chunk_loops import shards
 from hostweave.communication.steps import Dataflow
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ir import ChunkLoop, Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
-from hostweave.passes.lower.loops import iterations, loops_of, shards
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.passes.lower.placement import placement_of
 from hostweave.pipeline import PASSES, lower
 
 
-def flow(inputs: str, ops: str, returned: str = "%y", mesh: str = "x=4") -> Dataflow:
-    """A fusion after the passes before lower_to_host."""
+def parsed(inputs: str, ops: str) -> Fusion:
     body = "".join(f"  {line.strip()}\n" for line in ops.strip().splitlines())
-    fusion = Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {returned}\n}}\n")
+    return Fusion.parse(f"fusion @f({inputs}) mesh(x=4) {{\n{body}  return %y\n}}\n")
+
+
+def flow(inputs: str, ops: str) -> Dataflow:
+    """A fusion after the passes before lower_to_host."""
+    fusion = parsed(inputs, ops)
     for apply in PASSES[: PASSES.index(lower_to_host)]:
         fusion = apply(fusion, Options())
     return Dataflow(fusion)
@@ -52,41 +56,46 @@ LOOPS = {
 }
 
 
+def names_of(flow: Dataflow) -> list[list[str]]:
+    """Names of the values of each loop, and of each op outside of loops."""
+    return [[op.result.name for op in (item.ops if isinstance(item, ChunkLoop) else (item,))] for item in flow.fusion.body]
+
+
 @pytest.mark.parametrize("case", LOOPS)
 def test_loops(case: str) -> None:
     ops, loops = LOOPS[case]
-    assert [[op.result.name for op in loop.ops] for loop in loops_of(flow("%x: f32[M, N]", ops))] == loops
+    assert names_of(flow("%x: f32[M, N]", ops)) == loops
 
 
 def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
     gather = flow("%x: f32[M@x, K], %w: f32[K, N]", "%y: f32[M, N] pinned stream(M, 8) = matmul(%x, %w)")
-    (loop,) = loops_of(gather)
+    (loop,) = gather.fusion.body
+    assert isinstance(loop, ChunkLoop)
     assert loop.by_block
     assert loop.communication is loop.ops[0]
     assert shards(gather, loop.ops) == 4
-    count, drops_dim = iterations(gather, loop.ops[0])
-    assert (str(count), drops_dim) == ("8", False)
+    assert (str(loop.steps), loop.drops_dim) == ("8", False)
 
 
 def test_operands_are_made_in_the_result() -> None:
     joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%x)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
-    placement = placement_of(joined, loops_of(joined))
+    placement = placement_of(joined)
     assert {name: (op.result.name, number) for name, (op, number) in placement.parts.items()} == {"a": ("y", 0), "b": ("y", 1)}
 
 
 def test_an_operand_with_another_use_has_its_own_memory() -> None:
     joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%a)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
-    assert list(placement_of(joined, loops_of(joined)).parts) == ["b"]
+    assert list(placement_of(joined).parts) == ["b"]
 
 
 def test_what_a_view_returns_is_written_through_it() -> None:
     turned = flow("%x: f32[M, N]", "%h: f32[M, N] = negative(%x)\n%y: f32[N, M] = permute_dims(%h, axes=(1, 0))")
-    assert {name: op.result.name for name, op in placement_of(turned, loops_of(turned)).inverse_view.items()} == {"h": "y"}
+    assert {name: op.result.name for name, op in placement_of(turned).inverse_view.items()} == {"h": "y"}
 
 
 def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
     streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
-    assert placement_of(streamed, loops_of(streamed)).within_loops == {"h"}
+    assert placement_of(streamed).within_loops == {"h"}
 
 
 def test_what_is_transposed_in_its_loop_lies_whole() -> None:
@@ -97,13 +106,13 @@ def test_what_is_transposed_in_its_loop_lies_whole() -> None:
         %y: f32[N, M] stream(N, 4) = exp(%t)
     """
     turned = flow("%x: f32[M, N]", ops)
-    assert [[op.result.name for op in loop.ops] for loop in loops_of(turned)] == [["h", "t", "y"]]
-    assert placement_of(turned, loops_of(turned)).within_loops == {"t"}
+    assert names_of(turned) == [["h", "t", "y"]]
+    assert placement_of(turned).within_loops == {"t"}
 
 
 def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
     """The check detects streams that a loop uses without a fork."""
-    fusion = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)").fusion
+    fusion = parsed("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)")
     host = lower(fusion, Options())
     assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]
     check(host)

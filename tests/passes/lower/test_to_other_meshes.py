@@ -97,9 +97,11 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         choose_overlap,
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
-        f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = negative(%x)
-        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h, {WHOLE})
-        %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = negative(%t)""",
+        f"""loop 4 chunks across_shards {{
+          %h: f32[M, K] {ON_A} stream(M) = negative(%x)
+          %t: f32[M, K] {ON_B} stream(M, transfer) = transfer(%h, {WHOLE})
+          %y: f32[M, K] {ON_B} stream(M) = negative(%t)
+        }}""",
         mesh="x=4",
     )
 
@@ -110,7 +112,8 @@ def test_other_transfers_stay_outside(there: str) -> None:
     source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
     text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
     before = text.replace(f"f32[M, K] {ON_B}", there)
-    check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across_shards)"), mesh="x=4")
+    *others, last = before.replace("stream(M, 4)", "stream(M)").split("\n")
+    check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, "\n".join((*others, "loop 4 chunks across_shards {", last, "}")), mesh="x=4")
 
 
 def test_a_transfer_that_cannot_be_streamed() -> None:

@@ -322,7 +322,7 @@ class _Rewriting:
         for run in self.found.runs:
             self.pin(run)
         ops = self.sorted_ops(inputs, outputs)
-        return replace(self.before, inputs=tuple(inputs), ops=ops, outputs=outputs, donated=donated, returned=groups)
+        return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
         """A value for each column of inputs that are passed in turn."""
@@ -392,7 +392,7 @@ class _Rewriting:
                 ops.append(Op("reshard", (before,), Value(value.name, type, pinned=True), location=made[value.name].location))
             elif value.type != type:
                 raise _Unfit(run.key)
-        self.functions[function.name] = replace(function, ops=tuple(ops))
+        self.functions[function.name] = replace(function, body=tuple(ops))
 
     # --- ops ---
 

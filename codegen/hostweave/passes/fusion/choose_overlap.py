@@ -5,30 +5,35 @@
 
 becomes
 
-    %x_gathered: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-    %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%x_gathered, %w)
+    loop 8 chunks by_shard local_first {
+      %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+      %y: bf16[M, N] stream(M) = matmul(%x_gathered, %w)
+    }
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
+from hostweave.communication.chunk_loops import parts, shards
 from hostweave.communication.schedule import Schedule
 from hostweave.communication.schedules import NAMES, schedules_of
-from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Stream
+from hostweave.communication.steps import Dataflow
+from hostweave.fusion_ir.ir import CHUNKINGS, ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
+from hostweave.types.size import Size
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
-    """Sets the stream of every value in a loop, and places the ops of a loop next to each other.
+    """Puts the ops of each chunk loop into its region. Neighbours of the same iterations share a loop.
 
     Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible ones.
     """
@@ -36,7 +41,8 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
     for op in fusion.ops:
         if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
-    return replace(fusion, ops=tuple(choice.ordered()))
+    flow = Dataflow(replace(fusion, body=tuple(choice.ordered())))
+    return replace(fusion, body=tuple(_Loops(flow, choice.rotations).formed()))
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class _Choice:
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
+        self.rotations: dict[str, str | None] = {}  # for each streamed value, the rotation of its loop
         self.joined: dict[str, list[_Member]] = {}  # for each streamed value, the ops that join its loop
 
     def choose(self, root: Op, stream: Stream) -> None:
@@ -91,9 +98,8 @@ class _Choice:
             step, rotation = self.compute(root, stream)
             self.warn_of_gathers_before(members[0])
         for member in members:
-            self.streams[member.name] = Stream(
-                member.dim, stream.chunks, step, by[member.name].name if member.name in by else None, rotation
-            )
+            self.streams[member.name] = Stream(member.dim, stream.chunks, step, by[member.name].name if member.name in by else None)
+            self.rotations[member.name] = rotation
         self.joined[root.result.name] = members[1:]
 
     # --- members of a loop ---
@@ -269,18 +275,18 @@ class _Choice:
                 )
             return "across_shards", None
         before = next(self.loops_before(root, stream), None)
-        if before and stream.chunking in (None, before.chunking):
-            return before.chunking or "across_shards", before.rotation
+        if before and stream.chunking in (None, before[0]):
+            return before
         return stream.chunking or "across_shards", None
 
-    def loops_before(self, root: Op, stream: Stream) -> Iterator[Stream]:
-        """Streams of operands whose chunk is all that the same step of this loop reads."""
+    def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
+        """Chunking and rotation of operands whose chunk is all that the same step of this loop reads."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
             is_in_step = made and made.chunks == stream.chunks and made.dim == indices.operand_dim(i, stream.dim)
             if made and is_in_step and not self.types[str(name)].dims[made.dim].axes:
-                yield made
+                yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
         """Describes a dim that the loop or its reshard splits and that the ranks do not share evenly, or returns "".
@@ -313,3 +319,78 @@ class _Choice:
 
     def streamed(self, op: Op) -> Op:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+class _Loops:
+    """Puts streamed ops into loops: neighbours that take the same steps, each reading what its own step made.
+
+        %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
+        %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
+        %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
+
+    becomes %v, a view without cost, and then a loop of %h and %y. Views alone are no loop.
+    """
+
+    def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
+        self.flow, self.rotations = flow, rotations
+
+    def formed(self) -> Iterator[Op | ChunkLoop]:
+        items: list[Op | ChunkLoop] = []
+        for op in self.flow.fusion.ops:
+            last = items[-1] if items else None
+            if op.result.stream is None:
+                is_first = isinstance(last, ChunkLoop) and self.flow.is_view(op) and not last.makes(op.tensors[0])
+                items.insert(len(items) - is_first, op)
+            elif isinstance(last, ChunkLoop) and self.joins(op, loop := self.loop_of(op), last):
+                items[-1] = replace(last, ops=(*last.ops, *loop.ops))
+            else:
+                items.append(self.loop_of(op))
+        for item in items:
+            if isinstance(item, Op):
+                yield item
+            elif all(map(self.flow.is_view, item.ops)):
+                yield from (replace(op, result=replace(op.result, stream=None)) for op in item.ops)
+            else:
+                yield replace(item, ops=tuple(replace(op, result=replace(op.result, stream=_in_loop(op))) for op in item.ops))
+
+    def loop_of(self, op: Op) -> ChunkLoop:
+        """The loop of one op alone."""
+        stream, drops_dim = op.result.walked, op.result.walked.chunks is None
+        size, chunking = op.result.type.dims[stream.dim].size, stream.chunking or "across_shards"
+        steps = size if chunking == "by_shard" else size // shards(self.flow, (op,))
+        return ChunkLoop(
+            (op,), steps if stream.chunks is None else Size(stream.chunks), drops_dim, chunking, self.rotations[op.result.name]
+        )
+
+    def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
+        """True if an op can join a loop. `alone` is the loop of the op alone."""
+        flow, stream = self.flow, op.result.walked
+        if replace(alone, ops=loop.ops) != loop or not self.walk_alike(alone, loop):
+            return False
+        fed = (user.result.stream for user in flow.consumers[op.result.name])
+        if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):
+            return False  # a step can follow only one communication's rotation
+        for number, operand in enumerate(op.operands):
+            if not isinstance(operand, str) or not loop.makes(operand):
+                continue
+            produced = flow.values[operand].walked
+            if flow.map(op).operand_dim(number, stream.dim) != produced.dim:
+                return False  # reads more than the chunk of its own step
+            is_communicated = loop.communication is not None and loop.communication.result.name == operand
+            if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
+                return False  # the shard is complete only after the last step
+        return True
+
+    def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
+        """True if an op's chunks have the rows of the loop's chunks, or both have chunks of equal size."""
+        joined = replace(loop, ops=(*loop.ops, *alone.ops))
+        sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
+        return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))
+
+
+def _in_loop(op: Op) -> Stream:
+    """What a loop does not state of an op's stream."""
+    return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

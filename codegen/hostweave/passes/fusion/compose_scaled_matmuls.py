@@ -29,7 +29,7 @@ def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
         why = _why_composed(op, operand_types(op, types), fusion.mesh, options.figures)
         return replace(op, attributes=((COMPOSED.name, why),)) if why else op
 
-    return replace(fusion, ops=tuple(map(marked, fusion.ops)))
+    return replace(fusion, body=tuple(map(marked, fusion.ops)))
 
 
 def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Machine) -> str:

@@ -31,7 +31,7 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Replaces every reshard by ops of ops.RESHARD_STEPS, whose attributes state what they do. Takes the sequence that moves the fewest
     bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
-    return replace(decomposed, ops=eliminate_dead_code(decomposed.ops, fusion.outputs))
+    return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
 
 class _Decomposition(Emitter):

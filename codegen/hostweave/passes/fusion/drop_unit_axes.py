@@ -47,7 +47,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
             return Op("reshard", op.operands, result, location=op.location)  # decomposed again by decompose_reshards
         return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
-    return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
+    return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))
 
 
 def _names(step: Op, source: TensorType, program: Mesh) -> bool:

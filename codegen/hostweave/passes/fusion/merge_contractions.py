@@ -26,7 +26,7 @@ from hostweave.types.size import product
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
     """Removes merges of dims that only serve a matmul, so a sharded inner dim need not be gathered."""
     merged = _Merging(fusion).rewritten()
-    return replace(merged, ops=eliminate_dead_code(merged.ops, fusion.outputs))
+    return replace(merged, body=eliminate_dead_code(merged.ops, fusion.outputs))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@
 becomes
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
-    %h: bf16[M@x, N] stream(N, 2, by_shard, local_first) = matmul(%x, %w_gathered)
-    %y: bf16[M@x, N] stream(N, 2, by_shard, local_first) = add(%h, %r)
+    loop 2 chunks by_shard local_first of %w_gathered {
+      %h: bf16[M@x, N] stream(N) = matmul(%x, %w_gathered)
+      %y: bf16[M@x, N] stream(N) = add(%h, %r)
+    }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
 The own shard is not copied, other shards stay where they arrive, and the first matmul need not wait. The gather keeps its place and
@@ -19,28 +21,31 @@ overlaps with the ops before the loop.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.tune.overlaps import product_by_shards
+from hostweave.types.size import Size
 
 EPILOGUES = ("add", "relu", "gelu_tanh")  # epilogues of matmuls, which a loop of chunks can apply, too
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
-    """Streams the matmuls of gathers for which `overlap_communication` chose one chunk per rank."""
-    chunks = {choice.value: choice.taken.chunks for choice in fusion.choices}
-    loops: dict[str, list[Op]] = {}  # for each matmul, itself and its epilogues
+    """Puts matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # by a program whose text has loops
+    chunks = {choice.value: choice.taken.chunks for choice in fusion.choices if choice.value not in done}
+    loops: dict[str, ChunkLoop] = {}  # for each matmul, the loop of itself and its epilogues
     for op in fusion.ops:
         if op.kind == "all_gather" and op.result.is_async and chunks.get(op.result.name, 0) > 1:
             product = product_by_shards(op, fusion)
             assert product
-            stream = Stream(len(product.result.type.dims) - 1, chunks[op.result.name], "by_shard", rotation="local_first")
+            columns = Stream(len(product.result.type.dims) - 1)
             members = (product, *_epilogues(product, fusion))
-            loops[product.result.name] = [replace(each, result=replace(each.result, stream=stream)) for each in members]
-    later = {op.result.name for ops in loops.values() for op in ops[1:]}
-    ops = (each for op in fusion.ops if op.result.name not in later for each in loops.get(op.result.name, (op,)))
-    return replace(fusion, ops=tuple(ops))
+            ops = tuple(replace(each, result=replace(each.result, stream=columns)) for each in members)
+            loops[product.result.name] = ChunkLoop(ops, Size(chunks[op.result.name]), False, "by_shard", "local_first", op.result.name)
+    later = {op.result.name for loop in loops.values() for op in loop.ops[1:]}
+    items = (item for item in fusion.body if isinstance(item, ChunkLoop) or item.result.name not in later)
+    return replace(fusion, body=tuple(item if isinstance(item, ChunkLoop) else loops.get(item.result.name, item) for item in items))
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:

@@ -34,7 +34,7 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     # moves count as free here; otherwise a rank would start a long op just before a move
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
-    return replace(fusion, ops=ordered) if ranks.time_of(ordered) < MOST_OF_TIME * ranks.time_of(fusion.ops) else fusion
+    return replace(fusion, body=ordered) if ranks.time_of(ordered) < MOST_OF_TIME * ranks.time_of(fusion.ops) else fusion
 
 
 class _Ranks:

@@ -20,7 +20,7 @@ from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.resharding import step_of
-from hostweave.fusion_ir.rewriting import map_functions
+from hostweave.fusion_ir.rewriting import in_order, map_functions
 from hostweave.options import Options
 from hostweave.tune.cost import most_terms, seconds
 from hostweave.tune.overlaps import (
@@ -88,7 +88,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
         if are_chosen or op.result.name in transfers.chosen:
             ops[ops.index(op)] = transfers.taken(op, is_beside=False)
     ops = _sums_last(ops, alone)
-    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))
+    return replace(in_order(fusion, ops), choices=(*fusion.choices, *transfers.choices))
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:

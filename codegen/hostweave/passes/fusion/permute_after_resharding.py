@@ -55,7 +55,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
             end = name.removeprefix(turn.result.name) if name.startswith(turn.result.name) else "_resharded"
             emit(replace(op, operands=(source,), result=Value(names.new(f"{source}{end}"), type)))
         emit(replace(turn, operands=(known[source, type],), result=op.result, location=op.location))
-    return replace(fusion, ops=tuple(ops))
+    return replace(fusion, body=tuple(ops))
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:

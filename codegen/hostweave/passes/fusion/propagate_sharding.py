@@ -41,7 +41,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
             for operand, wish in zip(op.operands, needed, strict=True):
                 if isinstance(operand, str):
                     use_shardings.setdefault(operand, []).append(wish)
-    return replace(fusion, ops=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
+    return replace(fusion, body=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:

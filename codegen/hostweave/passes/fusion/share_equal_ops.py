@@ -41,4 +41,4 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
             if before != name and op.kind != "output":
                 op = Op("copy", (before,), op.result, location=op.location)
         ops.append(op)
-    return replace(fusion, ops=tuple(ops))
+    return replace(fusion, body=tuple(ops))

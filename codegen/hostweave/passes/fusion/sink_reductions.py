@@ -174,4 +174,4 @@ class _Sinking:
                 if not is_needed:
                     continue
             ops.append(op)
-        return replace(self.fusion, ops=tuple(ops))
+        return replace(self.fusion, body=tuple(ops))

@@ -48,4 +48,4 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
-    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *choices))
+    return replace(fusion, body=tuple(ops), choices=(*fusion.choices, *choices))

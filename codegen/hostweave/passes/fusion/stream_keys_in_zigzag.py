@@ -71,7 +71,7 @@ class _Numbering(Emitter):
             taken = replace(each, operands=tuple(gathered.get(str(name), name) for name in each.operands))
             return (*gathers, taken) if each == op else (taken,)
 
-        fusion = replace(self.fusion, ops=tuple(made for each in self.fusion.ops for made in with_gathers(each)))
+        fusion = replace(self.fusion, body=tuple(made for each in self.fusion.ops for made in with_gathers(each)))
         candidate = next((found for found in candidates(fusion, options.sizes) if found.reshard == gathers[0]), None)
         if candidate is None or candidate.unknown:
             return None

@@ -33,7 +33,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
             same[op.result.name] = same.get(source, source)
         else:
             ops.append(op)
-    return replace(fusion, ops=eliminate_dead_code(ops, fusion.outputs)) if same else fusion
+    return replace(fusion, body=eliminate_dead_code(ops, fusion.outputs)) if same else fusion
 
 
 def _stacked(op: Op, made: dict[str, Op]) -> str | None:

@@ -1,7 +1,9 @@
-"""Lowers a fusion to the host IR: one op becomes one instruction, reshards become communication, streamed dims become loops.
+"""Lowers a fusion to the host IR: one op becomes one instruction, reshards become communication, chunk loops become loops of the host.
 
-    %xg: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
-    %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %w)
+    loop 8 chunks by_shard local_first {
+      %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
+      %y: bf16[M, N] stream(M) = matmul(%xg, %w)
+    }
 
 becomes
 
@@ -10,7 +12,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-`loops.py` decides first which ops share a loop, and `placement.py` where results lie.
+`placement.py` decides first where results lie.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+from hostweave.communication.chunk_loops import Part, parts, shards
 from hostweave.communication.collective import permute, take_shard
 from hostweave.communication.packing import contiguous_source, packed_destination, temporary
 from hostweave.communication.put import PUTS
@@ -25,7 +28,7 @@ from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
 from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
-from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CARRIED, CONTRACTED, INDEX, LAGGED, ORDER, SOURCES, VALUE
 from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
@@ -41,7 +44,6 @@ from hostweave.passes.lower import attention
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, Part, gathered_beside, iterations, loops_of, parts, shards
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.repeats import Repeats
 from hostweave.passes.lower.reshards import Reshards
@@ -89,8 +91,7 @@ class _Lowering:
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
         self.windows = windows
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, options.transports)
-        self.loops = loops_of(flow)
-        self.placement = placement_of(flow, self.loops)
+        self.placement = placement_of(flow)
         self.asynchronous = Asynchronous(flow, self.b)
         self.buffers = Buffers(flow, self.placement, self.b, self.asynchronous)
         self.kernels = Kernels(self.b.types)
@@ -100,16 +101,12 @@ class _Lowering:
         self.repeats = Repeats(flow, self.buffers, self.b)
         self.lowering: Lowering | None = None  # lowering of the current loop's communication
 
-    def is_loop(self, loop: Loop) -> bool:
-        """True if the loop has work besides views."""
-        return loop.is_streamed and not all(map(self.flow.is_view, loop.ops))
-
     def most_streams(self) -> int:
         """Largest number of streams that a loop of the body uses."""
-        return max((self.streams_of(loop) for loop in self.loops if self.is_loop(loop)), default=1)
+        return max((self.streams_of(item) for item in self.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
 
-    def streams_of(self, loop: Loop) -> int:
-        count, op = iterations(self.flow, loop.ops[0])[0], loop.communication
+    def streams_of(self, loop: ChunkLoop) -> int:
+        count, op = loop.steps, loop.communication
         stated = find_schedule(op.kind, op.result.walked.algorithm or "").most_streams if op else None
         most = stated or self.options.streams
         return min(most, self.options.streams, int(count) if count.is_int else most)
@@ -124,16 +121,15 @@ class _Lowering:
         outputs = tuple(self.parameter(name, memory, group) for name, memory, group in returned)
         self.buffers.begin(inputs, outputs)
         kept = self.keep_views(outputs)
-        for loop in self.loops:
-            if gather := gathered_beside(flow, loop.ops[0]):
-                self.loop_over_shards(loop, gather)
-                continue
-            self.asynchronous.settle(loop.ops)
-            if self.is_loop(loop):
-                self.loop(loop)
+        for item in f.body:
+            if isinstance(item, Op):
+                self.asynchronous.settle((item,))
+                self.op(item, None)
+            elif item.gathered:
+                self.loop_over_shards(item)
             else:
-                for op in loop.ops:
-                    self.op(op, None)
+                self.asynchronous.settle(item.ops)
+                self.loop(item)
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
@@ -178,7 +174,7 @@ class _Lowering:
         in_window = self.windows.issuperset(group.names if group else (name,)) and not memory and type.mesh is None
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window, group)
 
-    def loop(self, loop: Loop) -> None:
+    def loop(self, loop: ChunkLoop) -> None:
         """Emits a chunk loop, and a second one for the remaining rows if the chunks do not divide them."""
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
@@ -186,12 +182,12 @@ class _Lowering:
             for name in self.buffers.by_step.keys() - known:  # memory for the chunks of one part
                 del self.buffers.by_step[name]
 
-    def loop_over(self, rows: Part, loop: Loop) -> None:
+    def loop_over(self, rows: Part, loop: ChunkLoop) -> None:
         b, flow = self.b, self.flow
-        count, (_, drops_dim) = rows.count, iterations(flow, loop.ops[0])
+        count = rows.count
         reached = 1 if self.streams_of(loop) == 1 else int(count) if count.is_int else self.streams
         used = reached if reached < self.streams else None
-        steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
+        steps = Steps(flow.mesh, Var(b.loop_index()), count, loop.drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         steps = replace(steps, rows=rows.rows, start=rows.start)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
@@ -222,14 +218,14 @@ class _Lowering:
         b.hoists_views, self.lowering = True, None
         self.buffers.chunks.clear()
 
-    def loop_over_shards(self, loop: Loop, gather: Op) -> None:
+    def loop_over_shards(self, loop: ChunkLoop) -> None:
         """Emits a loop of a matmul and its epilogues over shards that were gathered before, starting with the own shard."""
-        b, (_, weights) = self.b, loop.ops[0].tensors
+        b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.producer[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
         axes, mesh = step_of(gather).axes, self.flow.mesh
         ranks, view = mesh.size_of(axes), self.flow.producer[weights]
-        steps = Steps(mesh, Var(b.loop_index()), Size(ranks), False, ranks, uneven=self.flow.uneven)
+        steps = Steps(mesh, Var(b.loop_index()), loop.steps, loop.drops_dim, ranks, uneven=self.flow.uneven)
         b.location = loop.ops[0].location
         with b.looped() as body:
             steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))

@@ -12,17 +12,15 @@ computes %h at its place in %y, and
 computes %h through a view of the memory of %t, without a copy.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.index_map import ONE, groups
-from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ir import ChunkLoop, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
-from hostweave.passes.lower.loops import Loop, gathered_beside
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
@@ -40,13 +38,10 @@ class Placement:
     by_shards: frozenset[str]  # gathered values of loops over shards, with the shards one after another
 
 
-def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
-    parts = _parts(flow)
-    within_loops = frozenset(
-        op.result.name for loop in loops if loop.is_streamed for op in loop.ops if _ends_in(flow, op.result.name, loop)
-    )
-    gathers = (gathered_beside(flow, loop.ops[0]) for loop in loops)
-    by_shards = frozenset(gather.result.name for gather in gathers if gather)
+def placement_of(flow: Dataflow) -> Placement:
+    parts, loops = _parts(flow), [item for item in flow.fusion.body if isinstance(item, ChunkLoop)]
+    within_loops = frozenset(op.result.name for loop in loops for op in loop.ops if _ends_in(flow, op.result.name, loop))
+    by_shards = frozenset(loop.gathered for loop in loops if loop.gathered)
     return Placement(parts, _inverse_views(flow, parts), within_loops, by_shards)
 
 
@@ -58,7 +53,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
     return ir.Reshape("", src, flow.local(flow.values[op.tensors[0]]).shape)
 
 
-def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
+def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
     """True if a value is local to this loop. A value of which a slice or transpose is taken is not, since that is a view of all of it."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)

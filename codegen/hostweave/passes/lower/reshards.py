@@ -8,13 +8,12 @@ from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
 from hostweave.communication.steps import Dataflow, Steps
 from hostweave.communication.transfers import Transfers
-from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ir import ChunkLoop, Op
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop
 
 
 class Reshards:
@@ -23,7 +22,7 @@ class Reshards:
         self.transfers = Transfers(b, flow, buffers)
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
-    def begin_loop(self, loop: Loop, steps: Steps) -> Lowering | None:
+    def begin_loop(self, loop: ChunkLoop, steps: Steps) -> Lowering | None:
         """Creates the lowerings of a loop. Returns that of the communication which determines the block of a step, or None."""
         made = {op.result.name for op in loop.ops}
         for op in loop.ops:
