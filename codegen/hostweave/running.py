@@ -25,6 +25,7 @@ from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
+from hostweave.types.tensor import shape_given
 from hostweave.variants import Variants
 
 T = TypeVar("T")
@@ -285,7 +286,7 @@ class Running:
         """Sizes that the given arrays determine. With `whole`, arrays are local, and only unsharded dims count."""
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
-        shapes = bound.shapes() | {p.name: shape for p, array in given if isinstance(shape := getattr(array, "shape", None), tuple)}
+        shapes = bound.shapes() | {p.name: shape for p, array in given if (shape := shape_given(array)) is not None}
         pairs = (pair for p in self.compiled.host.arguments for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
         return {dim.size.name: size for dim, size in pairs if dim.size.name and not (whole and dim.axes)}
 

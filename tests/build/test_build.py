@@ -25,6 +25,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, make, toolchain
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
+from hostweave.build.processes import run
 from hostweave.build.program import _load_library, build, load
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
@@ -522,6 +523,25 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
     with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write one as 1800"):
         hw.compile(doubled).build()
+
+
+def test_doctor_waits_for_no_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = Hanging(tmp_path)
+    monkeypatch.setenv("CXX", str(hanging.path))
+    monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "0.5")
+    assert any(re.match(r"compiler +missing: the compiler .*hanging-c\+\+ does not end within 0.5 seconds", line) for line in lines_of_doctor())
+    hanging.expect_gone()
+    hanging.path.write_bytes(b"\x7fELF no program")
+    assert any(re.match(r"compiler +missing: the compiler .* cannot be started: Exec format error", line) for line in lines_of_doctor())
+
+
+def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
+    """The server keeps the output open, as one that a compiler cache starts."""
+    leaves = "sleep 60 & echo $! > server; echo said; exit 3"
+    begin = time.monotonic()
+    assert run(["/bin/sh", "-c", leaves], tmp_path) == (3, "said\n")
+    assert time.monotonic() - begin < 30
+    os.kill(int((tmp_path / "server").read_text()), signal.SIGKILL)
 
 
 BUILDS = """

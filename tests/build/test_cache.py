@@ -123,7 +123,7 @@ def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
     assert run(script) == "1.0\n"
     ops = tmp_path / "codegen" / "hostweave" / "fusion_ir" / "ops" / "pointwise.py"
     before = ops.read_text()
-    after = before.replace('"std::exp({0})"', '"2 * std::exp({0})"')
+    after = before.replace('"{std:exp}({0})"', '"2 * {std:exp}({0})"')
     assert after != before
     edit_when_loaded = (
         "import pathlib, sys\n"
@@ -259,7 +259,7 @@ def test_a_link_that_another_user_made_is_not_followed(tmp_path: Path, monkeypat
     cache.root().symlink_to(tmp_path / "own")
     assert cache.get_or_make("a", make_text("a")) == cache.lookup("a")
     others(cache.root(), monkeypatch)
-    with pytest.raises(BuildError, match="belongs to another user"):
+    with pytest.raises(BuildError, match=r"cache belongs to uid \d+; set HOSTWEAVE_CACHE"):
         cache.lookup("a")
 
 
@@ -358,6 +358,29 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)  # a sticky one
     assert cache.lookup("a")
     tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("way", ["a folder", "a link", "a link to a link"])
+def test_another_user_may_not_decide_where_the_cache_is(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "public").mkdir()
+    theirs = tmp_path / "public" / "link"
+    theirs.symlink_to(tmp_path / "own")
+    (tmp_path / "my").symlink_to(theirs)
+    monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "my" if way == "a link to a link" else theirs / "cache"))
+    assert cache.get_or_make("a", make_text("a")) == cache.lookup("a")
+    uid = others(theirs.parent if way == "a folder" else theirs, monkeypatch)
+    with pytest.raises(BuildError, match=rf"can be replaced by other users, .*: /\S+ belongs to uid {uid}; set HOSTWEAVE_CACHE to a folder"):
+        cache.lookup("a")
+
+
+def test_links_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for path in (tmp_path / "a", tmp_path / "a" / "below"):
+        monkeypatch.setenv("HOSTWEAVE_CACHE", str(path))
+        with pytest.raises(BuildError, match=r"^the cache cannot be used: .*: Too many levels of symbolic links; set HOSTWEAVE_CACHE"):
+            cache.get_or_make("a", make_text("a"))
 
 
 def test_what_was_checked_is_loaded(tmp_path: Path) -> None:

@@ -381,8 +381,17 @@ class BrokenNamespace:
         raise ValueError("nothing")
 
 
+class Closed:
+    """Every attribute raises, as of a dataset whose file was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("the file is closed")
+
+
 def test_arrays_that_nobody_can_pass() -> None:
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1))
+    with pytest.raises(hw.errors.ArgumentError, match="x: expected an array, got Closed"):
+        program.run(x=Closed())
     with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack fails"):
         program.run(x=BrokenAttribute())
     np.testing.assert_array_equal(program.run(x=BrokenNamespace()), np.full((2, 2), 2))
@@ -390,3 +399,13 @@ def test_arrays_that_nobody_can_pass() -> None:
         program.run(x=Broken())
     with pytest.raises(hw.errors.ExecutionError, match=r"no memory for a contiguous copy of float32\[1048576, 1048576\]"):
         program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # 4 TiB
+
+
+@pytest.mark.extra("jax")
+def test_an_array_of_jax_that_was_deleted() -> None:
+    """As JAX deletes what a function was given with donate_argnums."""
+    jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
+    program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
+    x.delete()
+    with pytest.raises(hw.errors.ArgumentError, match=r"x: JAX gives no values of it \(Array has been deleted"):
+        program.run(x=x)

@@ -31,6 +31,7 @@ _SUMS = "SHA256SUMS"  # digests of an entry's other files; exists from the start
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
 _IN_USE = 3600.0  # seconds after the last use in which an entry is not evicted: a build may be about to link it
+_LINKS = 40  # maximum links of a path, as of Linux
 _SKEW = 10**10  # nanoseconds that a file server's clock may be ahead
 _LIMIT = "10 GB"
 _SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # the name of a folder in which an entry is made, or removed
@@ -294,13 +295,34 @@ def _expect_own(folder: Path) -> None:
 
 def _expect_own_above(folder: Path) -> None:
     """Raises BuildError if another user can replace the folder. In a sticky parent folder only its owner can."""
-    for above in {*folder.parents, *folder.resolve().parents}:
-        status = above.stat()
-        if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
+    for at in _on_the_way_to(folder):
+        status = at.lstat()
+        is_of_others = status.st_uid not in (0, os.geteuid())
+        if is_of_others or (stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
+            remedy = "" if is_of_others else f" with mode {stat.S_IMODE(status.st_mode):o}; change that to 755, or"
             raise BuildError(
-                f"{folder} can be replaced by other users, whose code would run as yours: {above} belongs to uid {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):o}; change that to 755, or set HOSTWEAVE_CACHE to a folder of your own"
+                f"{folder} can be replaced by other users, whose code would run as yours: {at} belongs to uid {status.st_uid}"
+                f"{remedy or ';'} set HOSTWEAVE_CACHE to a folder of your own"
             )
+
+
+def _on_the_way_to(folder: Path) -> Iterator[Path]:
+    """Folders and links that decide where an absolute path leads, links of links included."""
+    at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
+    while names:
+        yield at
+        name = names.pop()
+        below = at.parent if name == ".." else at / name
+        if below.is_symlink():
+            links += 1
+            if links > _LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            yield below
+            target = Path(os.readlink(below))
+            names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            at = Path(target.anchor or at)
+        else:
+            at = below
 
 
 @contextlib.contextmanager

@@ -82,13 +82,18 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
     with started as compiler:
         try:
             while True:
+                has_ended = compiler.poll() is not None
                 try:
                     said = compiler.communicate(timeout=LOOK)[0]
-                    return compiler.returncode, said + _ended_by(compiler.returncode)
-                except subprocess.TimeoutExpired:
-                    expect_not_interrupted()
-                    if time.monotonic() > deadline:
-                        raise _too_long(f"the compiler {command[0]}", seconds) from None
+                except subprocess.TimeoutExpired as so_far:
+                    if has_ended:  # a server that it left behind, as compiler caches do, keeps its output open
+                        said = (so_far.output or b"").decode(errors="replace")
+                    else:
+                        expect_not_interrupted()
+                        if time.monotonic() > deadline:
+                            raise _too_long(f"the compiler {command[0]}", seconds) from None
+                        continue
+                return compiler.returncode, said + _ended_by(compiler.returncode)
         except BaseException:
             os.killpg(group, signal.SIGKILL)
             raise

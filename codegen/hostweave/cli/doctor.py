@@ -2,11 +2,12 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hostweave.base.errors import BuildError
 from hostweave.build import cache
+from hostweave.build.processes import run
 from hostweave.build.toolchain import find_compiler
 from hostweave.targets.target import NAMES, find_target
 
@@ -29,5 +30,5 @@ def _or_why_not(text: Callable[[], str], otherwise: str) -> str:
 
 def _compiler() -> str:
     compiler = find_compiler()
-    version = subprocess.run([str(compiler), "--version"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return f"{version[0] if version else 'unknown version'}, {compiler}"
+    said = run([str(compiler), "--version"], Path("/"))[1].splitlines()
+    return f"{said[0] if said else 'unknown version'}, {compiler}"

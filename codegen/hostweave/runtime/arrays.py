@@ -207,7 +207,10 @@ class _Jax(NumpyLibrary):
     def accept(self, array: Array) -> Array:
         if isinstance(array, sys.modules["jax"].core.Tracer):
             raise TypeError("is traced by JAX and has no values; inside jax.jit use program.as_jax_ffi()")
-        return np.asarray(array)
+        try:
+            return np.asarray(array)
+        except RuntimeError as error:  # it was donated, or is partly on other hosts
+            raise TypeError(f"JAX gives no values of it ({error}); pass an array that is still there and all on this host") from error
 
     def give(self, array: Array) -> Array:
         return sys.modules["jax"].numpy.asarray(array)

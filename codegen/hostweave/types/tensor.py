@@ -339,8 +339,17 @@ def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
     return rank in type_.mesh_in(mesh).all_ranks
 
 
+def shape_given(array: Any) -> Shape | None:
+    """Shape of an array, or None for a value that is not an array."""
+    try:
+        shape = array.shape
+    except Exception:  # a library of others may raise anything, such as for a file that was closed
+        return None
+    return shape if isinstance(shape, tuple) else None
+
+
 def _shape_of(array: Any, word: str) -> Shape:
-    if not isinstance(shape := getattr(array, "shape", None), tuple):
+    if (shape := shape_given(array)) is None:
         raise ArgumentError(f"{word}: {type(array).__name__} is not an array; pass np.asarray of it")
     return shape
 
