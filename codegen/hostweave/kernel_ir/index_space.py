@@ -17,7 +17,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
 from hostweave.kernel_ir.loops import ONE, ZERO, Dim, Lane, Loops, merged, reversed_at, stored
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
 
@@ -37,11 +37,18 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
         strides = tuple(own.get(index, ZERO) for own in places.values())
         return Dim(space.sizes[index], strides, order.index(index), (index,))
 
-    scalar = Dim(ONE, tuple(ONE if place in map(stored, results) else ZERO for place in places))
-    kept = merged([dim(index) for index in space.kept]) or [scalar]
+    kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, places)]
     reduced = merged([dim(index) for index in space.reduced])
     lanes = _lanes(space, memory, moved, (*inputs, *results))
     return Loops(kernel, space, memory, tuple(places), lanes, tuple(kept), tuple(reduced))
+
+
+def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> Dim:
+    """The dim of the only row of a kernel without kept indices. Its strides are those of contiguous rows."""
+    row = product(tuple(space.sizes[index] for index in space.reduced))
+    strides = {name: row for name in inputs if space.is_whole(name)}
+    strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
+    return Dim(ONE, tuple(strides.get(place, ZERO) for place in places))
 
 
 def _places(

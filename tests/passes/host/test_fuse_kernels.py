@@ -119,6 +119,17 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
     )
 
 
+@pytest.mark.parametrize(("elements", "kernels"), [(4096, 1), (14336, 1), (1 << 15, 3)])
+def test_one_short_row_is_reduced_and_used_by_one_kernel(elements: int, kernels: int) -> None:
+    @hw.fusion(x=hw.bf16[1, elements])
+    def quantized(x: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.quantize(hw.silu(x), "row")
+
+    assert str(lower(quantized, Options())).count("launch ") == kernels
+    held = f"hw::Row<{elements}, " in hw.compile(quantized, "cuda").sources["kernels.cu"]
+    assert held or kernels > 1
+
+
 def test_chunks_of_a_loop() -> None:
     before = host("""\
 %h = allocate f32[M, N]

@@ -24,9 +24,11 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
+from hostweave.types.size import product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # additions that take about as long as reading an element
+SHORT = 1 << 14  # elements that one thread block reduces and computes sooner than a second kernel starts
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -166,10 +168,12 @@ class Links:
             walked = iteration(kernel)
         except NotOneKernel as reason:
             return str(reason)
+        row = product(tuple(walked.sizes[index] for index in walked.reduced))
+        is_fast = bool(walked.kept) or (row.is_int and int(row) <= SHORT)
         for result in kernel.results:
             if walked.reduced and walked.is_whole(result.name):
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
-                if not walked.kept or not inner & set(walked.reduced):
+                if not is_fast or not inner & set(walked.reduced):
                     return f"few threads would compute all of %{result.name}"
         costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP]
         again = next((name for name in costly if _is_repeated(name, walked)), None)
