@@ -1,7 +1,7 @@
 """Cost of graphs that note their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
 
-A layer of Llama 70B with the sizes of a rank of 8, 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm,
-on all GPUs of this machine. Milliseconds of the slowest rank: median over launches of both graphs in turn, which all ranks start
+Measures a layer of Llama 70B (TP 8 shapes), 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm.
+All GPUs of this machine take part. Milliseconds of the slowest rank: median over launches of both graphs in turn, which all ranks start
 together; random bf16 data. Also the host time of a launch, in microseconds.
 """
 

@@ -1,4 +1,4 @@
-"""What pages have of the op table, written when they are built: a line such as `<!-- table of ops -->` becomes what is made here."""
+"""Fills in generated parts of pages, such as the table of ops, in place of lines like `<!-- table of ops -->`."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _lanes(events: Sequence[tuple[int, str, float, float]], y: float, end: float
 
 
 def memory() -> str:
-    """Where the temporaries of an MLP lie, from their first use to their last."""
+    """Offsets and live ranges of the temporaries of an MLP."""
     program = load_program("transformer:swiglu_tp", {"dtype": hw.bf16})
     assert isinstance(program, Fusion)
     sizes = dict.fromkeys({name for value in program.inputs for dim in value.type.shape for name in dim.symbols}, 4096) | {"B": 2}

@@ -106,7 +106,7 @@ def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
-    """Of a size that ranks share unevenly, by other axes."""
+    """The dim is uneven, and the other mesh has other axes."""
     mesh = hw.Mesh(dp=2, tp=2)
     other = mesh.ranks([3, 0, 2, 1], v=4)
     x = np.arange(30).reshape(5, 2, 3)

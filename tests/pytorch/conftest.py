@@ -1,4 +1,4 @@
-"""What torch.export records of a module, which takes longer than all the rest of a compile, is shared by tests."""
+"""Shares the graphs of torch.export between tests. An export takes longer than the rest of a compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs of modules exchange between ranks."""
+"""Communications in programs of modules."""
 
 from collections.abc import Mapping
 

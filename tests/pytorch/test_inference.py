@@ -141,7 +141,7 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
 
 
 class Centred(nn.Module):
-    """Of its tensors only what is computed of them is in the program."""
+    """The program contains values computed from its tensors, not the tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_constants_have_names_of_their_lines(training: bool) -> None:
-    """Where these are names to hostweave; else torch's. A view has that of its tensor."""
+    """A line's name is used if hostweave accepts it, otherwise torch's name. A view has the name of its tensor."""
     module, x = Named().train(training), torch.randn(2, 8, requires_grad=training)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
     torch.testing.assert_close(compiled(x), module(x))
@@ -253,7 +253,7 @@ def test_ranks_of_a_group_call_it() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_calls_are_captured(plan: str) -> None:
-    """By `capture`, beside calls, with what was written to parameters; and by themselves where their arrays come again."""
+    """`capture` works next to calls and sees writes to parameters. With `graph="auto"` repeated arrays cause a capture."""
     module, arrays, weights = nn.Linear(8, 4).eval(), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
     of = hw.Mesh(tp=2), {"weight": plan}, (arrays[0],)
     model, by_itself = (hostweave.torch.compile(module, *of, options=hw.Options(graph=graph)) for graph in (None, "auto"))
@@ -283,7 +283,7 @@ def test_calls_are_captured(plan: str) -> None:
 
 @pytest.mark.gpu
 def test_what_was_written_is_copied_on_the_stream_of_the_launch() -> None:
-    """Where another one is behind: a weight that does not lie as the program takes it, written and read on a stream of its own."""
+    """A transposed weight is written and copied on a second stream, while the first one is still busy."""
     group = hw.init()
     module = nn.Linear(64, 64, bias=False, device="cuda").eval()
     module.weight = nn.Parameter(torch.randn(64, 64, device="cuda").t(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What users of `hostweave.torch.compile` get wrong, and what they are told: a place, a reason, a remedy."""
+"""Mistakes of users of `hostweave.torch.compile`, and their messages: place, reason, remedy."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_a_parameter_is_returned() -> None:
 
 
 def test_hooks_of_the_first_call_stay() -> None:
-    """As transformers' models have them, which record hidden states."""
+    """Models of transformers record hidden states with such hooks."""
     module, x = Then(F.relu), torch.ones(ROWS, DIM)
     plain = module.forward
 

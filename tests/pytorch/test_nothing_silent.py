@@ -1,4 +1,4 @@
-"""What gave other results than torch without an error: gradients, weights that are written to, and modules that change after compile."""
+"""Cases in which results could differ from torch without an error: gradients, written weights, and modules that change after compile."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BATCH, DIM, HEADS = 2, 16, 4
 
 
 class Attention(nn.Module):
-    """Of queries to keys, which are those of another sequence where one is given."""
+    """Self-attention, or cross-attention if another sequence is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ PARTS = ("attention", "attention", "mlp", "mlp", "gated", "argument", "mean", "n
 
 @dataclass
 class Recipe:
-    """What all layers of a module have in common."""
+    """Choices that all layers of a module share."""
 
     norms: list[type[nn.Module]]
     parts: list[str]

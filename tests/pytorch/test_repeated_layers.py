@@ -52,7 +52,7 @@ def of(*scales: float, kind: type[nn.Module] = Layer) -> Stack:
 
 
 def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
-    """What the exported graph computes, and how layers came into it."""
+    """Result of the exported graph, and how each layer entered it."""
     with torch.no_grad():
         program, how, _ = exported(module, (X,), {})
         program.graph_module.recompile()

@@ -74,7 +74,7 @@ def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
 
 
 class Layers(nn.Module):
-    """What models have beside those of transformers: dropout, a frozen part, values without gradients, two results."""
+    """Parts that transformers' models lack: dropout, a frozen part, values without gradients, two results."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_layers_of_a_step_are_functions() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_models_are_one_program(name: str) -> None:
-    """Of which layers are functions: forward, backward and update."""
+    """Layers are functions of it: forward, backward and update."""
     module, inputs, plan = training_model(name, 2)
     want = copy.deepcopy(module)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]
@@ -312,7 +312,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
-    """What layers take of the program and not of one another: it is resharded where it is not sharded alike."""
+    """Layers take values of the program, not of one another. These are resharded if their shardings differ."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}
@@ -516,7 +516,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_buffers_that_forward_writes_to(ranks: int) -> None:
-    """Of a sharded batch the statistics are those of the whole."""
+    """Statistics of a sharded batch are those of the whole batch."""
     torch.manual_seed(0)
     module, plan = Normed().train(), {"x": "dp, -, -, -"} if ranks > 1 else {}
     want = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""What users of `hostweave.torch.compile(training=True)` get wrong, and what they are told: a place, a reason, a remedy."""
+"""Mistakes of users of `hostweave.torch.compile(training=True)`, and their messages: place, reason, remedy."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
 
 
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
-    """As torch has it: a dtype is cast to that of the result, and a shape is refused."""
+    """Torch casts the dtype to that of the result, and refuses the shape. So does the compiled module."""
     module = layer._module
     want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
     torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)

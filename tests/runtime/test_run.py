@@ -403,7 +403,7 @@ def test_arrays_that_nobody_can_pass() -> None:
 
 @pytest.mark.extra("jax")
 def test_an_array_of_jax_that_was_deleted() -> None:
-    """As JAX deletes what a function was given with donate_argnums."""
+    """JAX deletes arrays that were passed with donate_argnums."""
     jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
     program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
     x.delete()

@@ -27,7 +27,7 @@ REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192
 
 PIPELINE = {2: 1.484, 8: 2.68}  # by ranks: a gather of 8192 x 8192 in front of 7168 columns
 
-# Of 2 H200, as docs/performance.md has them: in so many chunks by puts, or in sequence (0), and in sequence.
+# 2 H200, from docs/performance.md: milliseconds with this number of chunks by puts (0: in sequence), and in sequence.
 GATHER_OF_TWO = {
     (8192, 8192, 7168): (2, 1.229, 1.511),
     (8192, 8192, 1280): (4, 0.278, 0.508),

@@ -165,7 +165,7 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # What posts something has been reached; a wait for a signal lets nothing behind it start before that is given.
+                # Posts count as soon as they are reached. A wait blocks the instructions behind it until its signal arrives.
                 met_here = [(part, meeting_of[part]) for part in parts if part in meeting_of]
                 reached.update(part for part, meeting in met_here if not meeting.is_signal)
                 awaited = [other for part, meeting in met_here for other in meeting.awaited(part)]

@@ -217,7 +217,7 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# Whether an instruction reads and writes the buffers in a field of a role, and whether those are its peer's. A deallocate claims its
+# Effects by role of a field: the instruction reads its buffers, writes them, and they are the peer's. A deallocate claims its
 # buffer as an allocate does: whoever uses those bytes next must come after it.
 _TOUCHES = {
     "read": (True, False, False),

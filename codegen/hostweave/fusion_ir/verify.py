@@ -193,7 +193,7 @@ def _verify_loops(fusion: Fusion) -> None:
 
 
 def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
-    """What is wrong with the steps of a loop, or ""."""
+    """Fault in the steps of a loop, or ""."""
     first, values = loop.ops[0], fusion.values()
     dim, types = first.result.walked.dim, [first.result.type, *(values[name].type for name in first.tensors if first.kind in RESHARDS)]
     size, shards = types[0].shape[dim], max(type.mesh_in(fusion.mesh).size_of(type.dims[dim].axes) for type in types)
@@ -209,7 +209,7 @@ def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
 
 
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
-    """What is wrong with the gather whose shards a loop takes, or ""."""
+    """Fault in the gather whose shards a loop takes, or ""."""
     made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
     gather = made.get(loop.gathered)
     if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":

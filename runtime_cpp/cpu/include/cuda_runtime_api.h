@@ -68,7 +68,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 
 }  // extern "C"
 
-// As in the real cuda_runtime.h: a typed pointer needs no cast.
+// A typed pointer needs no cast, as in the real cuda_runtime.h.
 template <class T>
 inline cudaError_t cudaMalloc(T** pointer, size_t size) {
   return ::cudaMalloc(reinterpret_cast<void**>(pointer), size);

@@ -33,7 +33,7 @@ HW_DEVICE auto sort_key(T element) {
 #ifdef __CUDACC__
 __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
-// Sorts a tile by a network whose comparators always move the smaller number to the lower index, so missing elements past the end
+// Sorts a tile by a network. Its comparators always move the smaller number to the lower index, so missing elements past the end
 // need no padding (Batcher, "Sorting networks and their applications", 1968).
 template <class Less>
 __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {

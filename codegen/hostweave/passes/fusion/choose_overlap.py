@@ -392,5 +392,5 @@ class _Loops:
 
 
 def _in_loop(op: Op) -> Stream:
-    """What a loop does not state of an op's stream."""
+    """Fields of an op's stream that its loop does not state."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

@@ -75,7 +75,7 @@ class Member {
   void abort(const std::string& reason);
   // Ends runs of the group's ranks in this process, as far as the target supports it. The first reason counts.
   void stop(const std::string& reason);
-  // That reason, or "".
+  // The reason passed to stop, or "".
   std::string stopped() const;
 
   // During a Use: waits until the stream is done. Throws ExecutionError if the ranks were stopped.
