@@ -23,12 +23,12 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
   few_rows<kTransposed, kThreads>(p, [&](int64_t i, int64_t j, const float (&sums)[1]) { store(sums[0], i, j, end); });
 }
 
-template <bool kOfBlocks, int kThreads, class T, class Result>
+template <bool kOfBlocks, int kThreads, int kGroups, class T, class Result>
 __device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, const ProductEnd<Result>& end) {
   const auto finish = [&](int64_t i, int64_t j, const float (&sums)[1]) {
     store(kOfBlocks ? sums[0] : sums[0] * scales.x.of(i, 0) * scales.weights.of(j, 0), i, j, end);
   };
-  few_rows<true, kThreads, kOfBlocks>(p, finish, scales);
+  few_rows<true, kThreads, kOfBlocks, kGroups>(p, finish, scales);
 }
 
 // Macros instead of templates: nvcc exports no names of template instances that another file could launch.
@@ -44,17 +44,19 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, co
   HW_PRODUCT(multiply_few_rows_by_large_blocks, T, Result, false, kLargeProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed_by_large_blocks, T, Result, true, kLargeProductThreads)
 
-#define HW_SCALED_PRODUCT(name, T, Result, kOfBlocks, kThreads)                \
-  __global__ void __launch_bounds__(kThreads, kLargeProductThreads / kThreads) \
-      name(FewRows<T, 1> p, ProductScales scales, ProductEnd<Result> end) {    \
-    multiply<kOfBlocks, kThreads>(p, scales, end);                             \
+#define HW_SCALED_PRODUCT(name, T, Result, kOfBlocks, kThreads, kGroups)                         \
+  __global__ void __launch_bounds__(kThreads, kGroups > 1 ? 1 : kLargeProductThreads / kThreads) \
+      name(FewRows<T, 1> p, ProductScales scales, ProductEnd<Result> end) {                      \
+    multiply<kOfBlocks, kThreads, kGroups>(p, scales, end);                                      \
   }
-#define HW_SCALED_PRODUCTS(T, Result)                                            \
-  HW_SCALED_PRODUCT(multiply_few_scaled_rows, T, Result, false, kProductThreads) \
-  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, T, Result, false, kLargeProductThreads)
-#define HW_PRODUCTS_OF_BLOCKS(T, Result)                                                  \
-  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, T, Result, true, kProductThreads) \
-  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, T, Result, true, kLargeProductThreads)
+#define HW_SCALED_PRODUCTS(T, Result)                                                                    \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows, T, Result, false, kProductThreads, 1)                      \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, T, Result, false, kLargeProductThreads, 1) \
+  HW_SCALED_PRODUCT(multiply_16_scaled_rows, T, Result, false, kProductThreads, 2)
+#define HW_PRODUCTS_OF_BLOCKS(T, Result)                                                                          \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, T, Result, true, kProductThreads, 1)                      \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, T, Result, true, kLargeProductThreads, 1) \
+  HW_SCALED_PRODUCT(multiply_16_rows_of_scaled_blocks, T, Result, true, kProductThreads, 2)
 
 // The paragraphs below are compiled each by itself.
 

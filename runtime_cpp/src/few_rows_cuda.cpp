@@ -18,11 +18,13 @@ HW_PRODUCTS(f16, float)
 HW_PRODUCTS(float, float)
 
 #define HW_SCALED_PRODUCT(name, Result) __global__ void name(FewRows<f8e4m3, 1> p, ProductScales scales, ProductEnd<Result> end);
-#define HW_SCALED_PRODUCTS(Result)                                    \
-  HW_SCALED_PRODUCT(multiply_few_scaled_rows, Result)                 \
-  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, Result) \
-  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, Result)       \
-  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, Result)
+#define HW_SCALED_PRODUCTS(Result)                                              \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows, Result)                           \
+  HW_SCALED_PRODUCT(multiply_few_scaled_rows_by_large_blocks, Result)           \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks, Result)                 \
+  HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, Result) \
+  HW_SCALED_PRODUCT(multiply_16_scaled_rows, Result)                            \
+  HW_SCALED_PRODUCT(multiply_16_rows_of_scaled_blocks, Result)
 
 HW_SCALED_PRODUCTS(bf16)
 HW_SCALED_PRODUCTS(f16)
@@ -71,7 +73,8 @@ template <class Result>
 struct ScaledKernels {
   using Kernel = void (*)(FewRows<f8e4m3, 1>, ProductScales, ProductEnd<Result>);
 
-  static Kernel kernel(bool of_blocks, int threads) {
+  static Kernel kernel(bool of_blocks, bool many, int threads) {
+    if (many) return of_blocks ? multiply_16_rows_of_scaled_blocks : multiply_16_scaled_rows;
     const Kernel of_sizes[2][2] = {
         {multiply_few_scaled_rows, multiply_few_rows_of_scaled_blocks},
         {multiply_few_scaled_rows_by_large_blocks, multiply_few_rows_of_scaled_blocks_by_large_blocks}};
@@ -79,16 +82,19 @@ struct ScaledKernels {
   }
   static cudaError_t load() {
     for (const bool of_blocks : {false, true}) {
-      for (const int threads : {kProductThreads, kLargeProductThreads}) {
-        if (const cudaError_t status = hw::load(kernel(of_blocks, threads)); status != cudaSuccess) return status;
+      for (const bool many : {false, true}) {
+        for (const int threads : {kProductThreads, kLargeProductThreads}) {
+          if (const cudaError_t status = hw::load(kernel(of_blocks, many, threads)); status != cudaSuccess) return status;
+        }
       }
     }
     return cudaSuccess;
   }
   static cudaError_t multiply(const FewRowsProduct& product, cudaStream_t stream) {
-    const Grid grid = grid_of_product(product.operands.columns, product.operands.depth);
-    const bool of_blocks = product.scales.x.block_step != 0;
-    return launch_pdl(kernel(of_blocks, grid.threads), grid, stream, operands_of<f8e4m3>(product), product.scales,
+    const auto& [rows, depth, columns, x, x_pitch, weights, pitch] = product.operands;
+    const bool of_blocks = product.scales.x.block_step != 0, many = rows > kFewRows;
+    const Grid grid = many ? grid_of_products<kProductThreads, 2>(columns, depth) : grid_of_product(columns, depth);
+    return launch_pdl(kernel(of_blocks, many, grid.threads), grid, stream, operands_of<f8e4m3>(product), product.scales,
                       end_of<Result>(product));
   }
   static constexpr FewRowsKernels kTable{load, multiply};

@@ -142,7 +142,8 @@ constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 // True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
 bool has_few_rows(const Problem& p, bool is_scaled) {
   if (is_scaled ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
-  return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
+  return p.a.rows <= (is_scaled ? kFewScaledRows : kFewRows) && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() &&
+         p.a.row_major() && p.c.row_major();
 }
 
 Activation activation_of(cublasLtEpilogue_t epilogue) {

@@ -132,7 +132,8 @@ def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     own = next(unit for unit in units_of(hw.compile(layouts, "cuda").sources["kernels.cu"]) if "hw::few_rows" in unit.text)
     of_plans = Unit("few_rows", 1, "", (RUNTIME / "src/few_rows.cu").read_text())
     kinds = ("multiply_few_rows_transposed", "multiply_few_scaled_rows", "multiply_few_rows_of_scaled_blocks")
-    for unit, names in ((own, [own.name]), (of_plans, [f"{kind}{end}" for kind in kinds for end in ("", "_by_large_blocks")])):
+    of_kinds = [f"{kind}{end}" for kind in kinds for end in ("", "_by_large_blocks")] + [f"multiply_16_{kind[13:]}" for kind in kinds[1:]]
+    for unit, names in ((own, [own.name]), (of_plans, of_kinds)):
         cubin = replace(found, arch=arch).compile(unit, tmp_path)
         assert all(name.encode() in cubin for name in names)
 
@@ -145,4 +146,5 @@ def test_both_sides_are_checked() -> None:
 
 def test_the_kernels_know_how_many_rows_are_few() -> None:
     threads = (RUNTIME / "include/hostweave/threads.h").read_text()
-    assert re.findall(r"(?:kFewRows|kProducts) = (\d+);", threads) == [str(ir.FEW_ROWS), str(ir.PRODUCTS)]
+    found = re.findall(r"(?:kFewRows|kFewScaledRows|kProducts) = (\d+);", threads)
+    assert found == [str(ir.FEW_ROWS), str(ir.FEW_SCALED_ROWS), str(ir.PRODUCTS)]

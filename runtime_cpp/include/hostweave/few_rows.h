@@ -78,20 +78,31 @@ __device__ inline uint2 four_terms(const uint4& v, int i, f8e4m3) {
 // Sums of a warp, padded against bank conflicts.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
+// Stores a group of rows.
+template <class Sums>
+__device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) {
+#pragma unroll
+  for (int i = 0; i < Sums::kSums; ++i) {
+    const int row = sums.row_of(i) - group * kFewRows;
+    if (0 <= row && row < kFewRows && sums.row_of(i) < rows) into[row][sums.column_of(i)] = sums.sum(i);
+  }
+}
+
 // Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads.
 //
 // The transposed weights are the first operand of the tensor core. The order of terms does not matter, so a lane supplies the
 // 8 or 16 terms of 8 columns that it reads together.
-template <class T, bool kTransposed>
+// Each group of kFewRows rows has its own sums.
+template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
-  static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16;
+  static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
   static_assert(sizeof(T) == 2 || kTransposed);
 
-  float sums[4][4] = {};
+  float sums[kGroups][4][4] = {};
   const int row = threadIdx.x % 32 / 4, column = row * 8, term = threadIdx.x % 4 * kTerms;
 
   struct Step {
-    uint4 x, w[8];
+    uint4 x[kGroups], w[8];
   };
 
   template <int kCount, class Use>
@@ -106,16 +117,26 @@ struct WideSums {
   __device__ Step load(const FewRows<T, kCount>& p, const T* weights, int64_t k, int64_t j) const {
     Step step;
     each(p, weights, k, j, [&](int i, const T* from, bool exists) { step.w[i] = stream_in(from, exists); });
-    step.x = uint4{0, 0, 0, 0};
-    if (row < p.rows && k + term < p.depth) step.x = *reinterpret_cast<const uint4*>(p.x + row * p.x_pitch + k + term);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int64_t at = row + group * kFewRows;
+      step.x[group] = uint4{0, 0, 0, 0};
+      if (at < p.rows && k + term < p.depth) step.x[group] = *reinterpret_cast<const uint4*>(p.x + at * p.x_pitch + k + term);
+    }
     return step;
   }
   __device__ void add(const Step& step) {
 #pragma unroll
     for (int i = 0; i < kTerms / 4; ++i) {
-      const uint2 x = four_terms(step.x, i, T());
+      uint2 x[kGroups];
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) multiply_add(sums[pair], weights_of(step.w, i, pair), x.x, x.y, T());
+      for (int group = 0; group < kGroups; ++group) x[group] = four_terms(step.x[group], i, T());
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const uint4 w = weights_of(step.w, i, pair);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) multiply_add(sums[group][pair], w, x[group].x, x[group].y, T());
+      }
     }
   }
   // Fragment of two columns and the i-th 4 terms.
@@ -129,20 +150,15 @@ struct WideSums {
       return {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
     }
   }
-  __device__ float& sum(int i) { return sums[i / 4][i % 4]; }
-  __device__ int row_of(int i) const { return threadIdx.x % 4 * 2 + i % 2; }
-  __device__ int column_of(int i) const { return column + i / 4 * 2 + i % 4 / 2; }
-  __device__ void store(ProductSums& into, int rows) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      if (row_of(i) < rows) into[row_of(i)][column_of(i)] = sum(i);
-    }
-  }
+  __device__ float& sum(int i) { return sums[i / 16][i % 16 / 4][i % 4]; }
+  __device__ int row_of(int i) const { return i / 16 * kFewRows + threadIdx.x % 4 * 2 + i % 2; }
+  __device__ int column_of(int i) const { return column + i % 16 / 4 * 2 + i % 4 / 2; }
+  __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
 // f32 avoids tensor cores, which would round the operands. 16 lanes own 4 columns each.
 template <bool kTransposed>
-struct WideSums<float, kTransposed> {
+struct WideSums<float, kTransposed, 1> {
   static constexpr int kDepth = 16;
 
   float sums[kFewRows][4] = {};
@@ -183,7 +199,7 @@ struct WideSums<float, kTransposed> {
       }
     }
   }
-  __device__ void store(ProductSums& into, int rows) const {
+  __device__ void store(ProductSums& into, int, int rows) const {
 #pragma unroll
     for (int row = 0; row < kFewRows; ++row) {
       if (row >= rows) break;
@@ -197,11 +213,11 @@ struct WideSums<float, kTransposed> {
 };
 
 // Fallback for any operands, one element at a time.
-template <class T, bool kTransposed>
+template <class T, bool kTransposed, int kGroups = 1>
 struct NarrowSums {
-  static constexpr int kDepth = 16, kSums = 2 * kFewRows;
+  static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;
 
-  float sums[kFewRows][2] = {};
+  float sums[kFewRows * kGroups][2] = {};
   const int column = threadIdx.x % 32;  // and column + 32
 
   template <int kCount>
@@ -213,7 +229,7 @@ struct NarrowSums {
         if (at < p.columns) w[i] = static_cast<float>(weights[kTransposed ? at * p.pitch + k : k * p.pitch + at]);
       }
 #pragma unroll
-      for (int row = 0; row < kFewRows; ++row) {
+      for (int row = 0; row < kFewRows * kGroups; ++row) {
         if (row >= p.rows) break;
         const auto x = static_cast<float>(p.x[row * p.x_pitch + k]);
         sums[row][0] += x * w[0], sums[row][1] += x * w[1];
@@ -223,12 +239,7 @@ struct NarrowSums {
   __device__ float& sum(int i) { return sums[i / 2][i % 2]; }
   __device__ int row_of(int i) const { return i / 2; }
   __device__ int column_of(int i) const { return column + i % 2 * 32; }
-  __device__ void store(ProductSums& into, int rows) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      if (row_of(i) < rows) into[row_of(i)][column_of(i)] = sum(i);
-    }
-  }
+  __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
 // Adds sums of terms of one block, times the scales of the block. `first` is the first column.
@@ -256,20 +267,41 @@ __device__ WarpPart warp_part(int terms) {
 
 // Calls end(row, column, sums) for every element, with one sum per matmul, in one thread each. Calls hw::griddep_wait() after it
 // has prefetched the first weights and allowed the next kernel to launch. With `kOfBlocks`, the sums have the scales of blocks.
-template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, class T, int kCount, class End>
+template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
+          class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kCount <= kProducts);
   __shared__ ProductSums of_warps[kWarps];
-  __shared__ ProductSums of_blocks[kCount];
+  __shared__ ProductSums of_blocks[kCount][kGroups];
   const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;
   const int64_t first = int64_t{blockIdx.x} / blocks * kProductColumns;
   const T* weights = p.weights[0];
 #pragma unroll
   for (int product = 1; product < kCount; ++product) weights = warp % kCount == product ? p.weights[product] : weights;
+  const int elements = static_cast<int>(p.rows) * kProductColumns;
+  const auto add_warps = [&](auto& sums) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (group > 0) __syncthreads();
+      sums.store(of_warps[warp], group, static_cast<int>(p.rows));
+      __syncthreads();
+      const int of_group = elements - group * kFewRows * kProductColumns;
+      for (int i = threadIdx.x; i < smaller(of_group, kFewRows * kProductColumns); i += kThreads) {
+        const int row = i / kProductColumns, column = i % kProductColumns;
+#pragma unroll
+        for (int product = 0; product < kCount; ++product) {
+          float sum = 0;
+#pragma unroll
+          for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
+          of_blocks[product][group][row][column] = sum;
+        }
+      }
+    }
+  };
   griddep_launch();
   if (is_wide(p)) {
-    WideSums<T, kTransposed> sums;
+    WideSums<T, kTransposed, kGroups> sums;
     const auto [begin, step] = warp_part<kCount, kWarps>(sums.kDepth);
     sums.each(p, weights, begin, first, [](int, const T* from, bool exists) { prefetch(from, exists); });
     griddep_wait();
@@ -278,40 +310,28 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
       const auto here = next;
       next = sums.load(p, weights, k + step, first);
       if constexpr (kOfBlocks) {
-        WideSums<T, kTransposed> of_block;
+        WideSums<T, kTransposed, kGroups> of_block;
         of_block.add(here);
         add_block(sums, of_block, p, scales, k, first);
       } else {
         sums.add(here);
       }
     }
-    sums.store(of_warps[warp], static_cast<int>(p.rows));
+    add_warps(sums);
   } else {
     griddep_wait();
-    NarrowSums<T, kTransposed> sums;
+    NarrowSums<T, kTransposed, kGroups> sums;
     const auto [begin, step] = warp_part<kCount, kWarps>(sums.kDepth);
     for (int64_t k = begin; k < p.depth; k += step) {
       if constexpr (kOfBlocks) {
-        NarrowSums<T, kTransposed> of_block;
+        NarrowSums<T, kTransposed, kGroups> of_block;
         of_block.add(p, weights, k, first);
         add_block(sums, of_block, p, scales, k, first);
       } else {
         sums.add(p, weights, k, first);
       }
     }
-    sums.store(of_warps[warp], static_cast<int>(p.rows));
-  }
-  __syncthreads();
-  const int elements = static_cast<int>(p.rows) * kProductColumns;
-  for (int i = threadIdx.x; i < elements; i += kThreads) {
-    const int row = i / kProductColumns, column = i % kProductColumns;
-#pragma unroll
-    for (int product = 0; product < kCount; ++product) {
-      float sum = 0;
-#pragma unroll
-      for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
-      of_blocks[product][row][column] = sum;
-    }
+    add_warps(sums);
   }
   Cluster::meet();
   for (int i = rank * kThreads + threadIdx.x; i < elements; i += kThreads * blocks) {
@@ -320,7 +340,8 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
     float sums[kCount] = {};
     for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_blocks[product][row][column]);
+      for (int product = 0; product < kCount; ++product)
+        sums[product] += Cluster::of(block, of_blocks[product][row / kFewRows][row % kFewRows][column]);
     }
     end(int64_t{row}, first + column, sums);
   }

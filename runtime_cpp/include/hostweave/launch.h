@@ -90,10 +90,9 @@ inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
 // Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
-// cannot fill every GPC, so some room is left.
-template <int kThreads = kProductThreads>
+// cannot fill every GPC, so some room is left. A block takes the room of `kSize` usual ones.
+template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
-  constexpr int64_t kSize = kThreads / kProductThreads;
   const int64_t clusters = ceil_div(columns, kProductColumns);
   int cluster = kMostBlocks;
   while (cluster > 1 &&

@@ -234,9 +234,9 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
         raise ProgramError.here(f"quantize: {dtype!r} is not a dtype of 8-bit floats; use hw.f8e4m3 or hw.f8e5m2")
     if x.dtype.kind != "float" or x.ndim < (2 if scaling == "block2d" else 1):
         raise ProgramError.here(f"quantize: {x.type} is not a tensor of floats with rows; use hw.astype, and hw.reshape")
-    shape, whole = x.type.shape, _wide(x)
+    shape = x.type.shape
     split = _in_blocks(shape, scaling)
-    wide = hw.reshape(whole, *map(str, split)) if split != shape else whole
+    wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
     merged = _merged(scales, scaling)

@@ -16,6 +16,7 @@ from hostweave.types.mesh import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # activations that a matmul can apply as its epilogue
 FEW_ROWS = 8  # largest number of rows of a matmul inside a kernel: hw::kFewRows
+FEW_SCALED_ROWS = 16  # largest number of rows of a scaled matmul by a kernel of the runtime: hw::kFewScaledRows
 PRODUCTS = 4  # largest number of matmuls in such a kernel: hw::kProducts
 
 

@@ -23,11 +23,11 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.scaled import BLOCK, BLOCKS, is_composed, scaling
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Var
+from hostweave.host_ir.expr import Binary, Const, Var
 from hostweave.host_ir.rules.computing import PADDED, lies_along
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f16, f32
+from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f8e4m3, f16, f32
 
 Operands = tuple[str, str, str, str]  # a, b, and the scales of each
 Scaled = tuple[str, str]  # a matrix and its scales
@@ -73,11 +73,14 @@ class ScaledMatmuls:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows):
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a kernel of the runtime takes any few rows of these
+        is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
+        if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
             if not rows.is_int:
-                is_even = (expr_of(rows) % PADDED).equals(0)
-                multiply = lambda accumulates: branch(self.b, is_even, partial(direct, accumulates), partial(padded, accumulates))  # noqa: E731
+                count = expr_of(rows)
+                over = count % PADDED * Binary(">", count, Const(ir.FEW_SCALED_ROWS)) if takes_few else count % PADDED
+                multiply = lambda accumulates: branch(self.b, over.equals(0), partial(direct, accumulates), partial(padded, accumulates))  # noqa: E731
         if lowering and op.result.name == lowering.adds:
             lowering.multiply = multiply
         else:
@@ -90,7 +93,7 @@ class ScaledMatmuls:
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: Steps | None) -> Callable[[bool], None]:
         """Returns the emitter of a matmul on rows that zeros pad to a multiple of PADDED, which scales of blocks along rows need.
 
-        Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
+        Few rows of f8e4m3 need none. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
         """
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
