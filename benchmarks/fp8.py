@@ -1,6 +1,7 @@
 """Products, an MLP and decoding in 8-bit floats, beside torch and beside ours in bf16. Each line prints ratios.
 
 - products: one scaled matmul at the shapes of a rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, beside torch._scaled_mm.
+  Both are CUDA graphs.
 - layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, from quantised weights. Beside it are
   ours in bf16, and torch with _scaled_mm: torch.compile, and that with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, from quantised weights, beside ours in bf16.
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from peers import report
+from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -84,14 +86,13 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
                     }[scaling]
                     s, t = (torch.rand(shape, device="cuda") for shape in (of_a, of_w))
                     ours = program.capture(a, w, s, t, group=group)
-                    of_torch = _torch_product(scaling, a, w, s, t)
                     name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
                     try:
-                        wanted = of_torch()
+                        of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
                     except (RuntimeError, ValueError) as error:  # torch has no such product here
                         print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
                         continue
-                    _expect_near(ours(), wanted)
+                    _expect_near(ours(), of_torch())
                     yield {name: ours, "torch._scaled_mm": of_torch}
                 program.close()
 
