@@ -100,22 +100,6 @@ def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.takes_turns for channel in used) < 2 and not program.has_signals:
         return set()
-    shorter = replace(program, body=tuple(without_repeated_calls(program.body)))
-    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(shorter, sizes)))
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
     return found.intersection(tree.walk(program.body))  # a function that it calls orders those of its own
-
-
-def without_repeated_calls(body: tree.Body) -> Iterator[tree.Instruction]:
-    """The first of several calls of one function in a row.
-
-    A call has joined its streams when it ends. The next call, as of the next layer, finds and leaves everything in the same order.
-    """
-    called: set[str] = set()
-    for i in body:
-        names = tree.names(i, "call")
-        if not names and (i.orders or tree.bodies(i) or isinstance(i, ir.Communication)):
-            called.clear()
-        if not names or called.isdisjoint(names):
-            yield i
-        called.update(names)

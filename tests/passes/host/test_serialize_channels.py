@@ -420,8 +420,7 @@ def test_recvs_of_a_pipeline_go_ahead() -> None:
     assert "if %j > 0" in str(result)
 
 
-def test_calls_in_a_row_are_looked_at_once() -> None:
-    """Work that may overlap with one of the calls may overlap with all."""
+def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
     types = {"h": hw.f32["M", "K"], "w": hw.f32["K", "K@tp"], "v": hw.f32["K@tp", "K"]}
 
     @hw.block(**types)
@@ -448,8 +447,6 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
     in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # overlaps with all calls
-    shorter = replace(in_flight, body=tuple(channel_order.without_repeated_calls(in_flight.body)))
-    assert [sum(isinstance(i, ir.Call) for i in one.body) for one in (in_flight, shorter)] == [6, 1]
 
     def found(one: HostProgram) -> set[tree.Instruction]:
         pairs = channel_order.unordered(instantiate(one, minimal_sizes(program)))
@@ -457,4 +454,3 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
 
     assert found(program) == set()
     assert {type(i) for i in found(in_flight)} == {ir.AllGather}
-    assert found(in_flight) == found(shorter)

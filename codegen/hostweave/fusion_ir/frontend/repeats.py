@@ -24,7 +24,7 @@ from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.calls import stacked
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.rewriting import eliminate_dead_code
-from hostweave.types.group import ParameterGroup, between
+from hostweave.types.group import ParameterGroup
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -65,12 +65,29 @@ class _Run:
         """A column in the order of the tensors."""
         return column[::-1] if self.backward else column
 
+    def taken(self, operand: int) -> int:
+        """Number of the result that has all tensors which the calls take for an operand."""
+        return len(self.results) + operand
+
+    def given(self, result: int) -> int:
+        """Number of the result that has all tensors which the calls give for a result."""
+        is_carried = result in self.carried.values()
+        return len(self.results) + len(self.columns) + result if is_carried else result
+
+    def operand_of(self, result: int) -> int:
+        """The operand of the next call that a carried result is."""
+        return next(operand for operand, carried in self.carried.items() if carried == result)
+
     @property
     def stacks(self) -> dict[Column, int]:
         """Columns that the calls give and take in turn, in the order of the tensors -> the number of that result."""
-        given = {self.in_order(column): at for at, column in enumerate(self.results) if at not in self.carried.values()}
-        on = {self.in_order(self.results[at]): len(self.results) + len(self.columns) + at for at in self.carried.values()}
-        return {self.in_order(self.columns[at]): len(self.results) + at for at in self.carried} | on | given
+        taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
+        return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
+
+
+def _counts_up(column: Column) -> bool:
+    """True if the names of a column differ in one number, which counts up by one."""
+    return ParameterGroup(column[0], column[-1], "").names == column
 
 
 def repeat_calls(fusion: Fusion) -> Fusion:
@@ -78,9 +95,10 @@ def repeat_calls(fusion: Fusion) -> Fusion:
     unfit: set[object] = set()
     while True:
         try:
-            return _Repeats(fusion, unfit).rewritten()
-        except _Unfit as found:
-            unfit.add(found.what)
+            found = _Repeats(fusion, unfit)
+            return _Rewriting(found).fusion() if found.runs else fusion
+        except _Unfit as one:
+            unfit.add(one.what)
 
 
 class _Repeats:
@@ -96,12 +114,12 @@ class _Repeats:
         for name in fusion.outputs:
             self.users[name].append(None)
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
-        self.groups: dict[Column, ParameterGroup] = {}  # of inputs
         self.stacks: dict[Column, tuple[_Run, int]] = {}
         self.runs: list[_Run] = []
         self.result_of: dict[tuple[str, int], str] = {  # call and number -> the name of that result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
         }
+        self.find()
 
     # --- runs ---
 
@@ -197,9 +215,8 @@ class _Repeats:
 
     def is_group(self, column: Column) -> bool:
         """True if these inputs can be a group: their names count up, and they are of one type."""
-        if column in self.unfit or not all(name in self.inputs for name in column) or len({self.values[name].type for name in column}) > 1:
-            return False
-        return between(column[0], column[-1]) is not None and ParameterGroup(column[0], column[-1], "").names == column
+        is_fit = column not in self.unfit and all(name in self.inputs for name in column)
+        return is_fit and len({self.values[name].type for name in column}) == 1 and _counts_up(column)
 
     # --- groups of inputs and outputs ---
 
@@ -241,16 +258,12 @@ class _Repeats:
             if first - begin >= stride or stride < 1 or begin + stride * length > len(names):
                 continue
             columns = tuple(tuple(names[begin + of : begin + stride * length : stride]) for of in range(stride))
-            if column in columns and all(one in wanted or self.is_alike(one) for one in columns):
+            if column in columns and all(one in wanted or self.is_group(one) for one in columns):
                 return columns
         return None
 
-    def is_alike(self, column: Column) -> bool:
-        """True if other inputs or outputs between those of a group can be in its struct."""
-        return column[0] in self.inputs and self.is_group(column)
-
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Results that runs give in turn and the program returns: the run, the number of the result, and its stated type."""
+        """Results that runs give in turn and the program returns: the run, the result of its calls, and its stated type."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -261,15 +274,14 @@ class _Repeats:
                 if any(returned[:-1] if is_carried else returned):
                     column = run.in_order(tuple(names[0] if len(names) == 1 else "" for names in returned))
                     types = {self.values[name].type for name in column if name}
-                    if "" in column or len(types) > 1 or not self.counts_up(column):
+                    if "" in column or len(types) > 1 or not _counts_up(column):
                         raise _Unfit(run.key)
-                    number = len(run.results) + len(run.columns) + at if is_carried else at
-                    found[column] = run, number, None if column == run.in_order(given) else types.pop()
+                    found[column] = run, at, None if column == run.in_order(given) else types.pop()
         return found
 
     def is_kept_otherwise(self, run: _Run, at: int) -> bool:
         """True if what is carried is updated in place, or if other runs take all that the calls take of it."""
-        operand = next(operand for operand, result in run.carried.items() if result == at)
+        operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
@@ -281,26 +293,14 @@ class _Repeats:
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
         return [name] * (None in self.users[name]) + reshards
 
-    def counts_up(self, column: Column) -> bool:
-        return between(column[0], column[-1]) is not None and ParameterGroup(column[0], column[-1], "").names == column
-
-    # --- the fusion with repeats ---
-
-    def rewritten(self) -> Fusion:
-        self.find()
-        if not self.runs:
-            return self.fusion
-        return _Rewriting(self).fusion()
-
 
 class _Rewriting:
     def __init__(self, found: _Repeats):
         self.found, self.before = found, found.fusion
         self.values, self.taken = found.values, set(found.taken)
         self.inputs, self.outputs = found.group_inputs(), found.group_outputs()
-        self.in_groups = {len(column) for rows in self.inputs if isinstance(rows, tuple) for column in rows} | {
-            len(c) for c in self.outputs
-        }
+        columns = (column for rows in self.inputs if isinstance(rows, tuple) for column in rows)
+        self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
         self.element: dict[str, tuple[str, int]] = {}  # a value -> the tensor of a group or stack that it is
@@ -375,8 +375,7 @@ class _Rewriting:
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
         wanted |= {at: type for at, (_, type) in run.placed.items()}
-        for of, number, type in self.outputs.values():
-            at = number - len(run.results) - len(run.columns) if number >= len(run.results) else number
+        for of, at, type in self.outputs.values():
             if of is run and type and wanted.setdefault(at, type) != type:
                 raise _Unfit(run.key)
         made, ops, outputs = {op.result.name: op for op in function.ops}, list(function.ops), function.outputs
@@ -398,7 +397,7 @@ class _Rewriting:
 
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
         """The ops, with each run as a repeat, in the order in which they stood as far as their operands allow."""
-        run_of = {name: run for run in self.found.runs for call in run.calls for name in (call.result.name, *self.results_of(run, call))}
+        run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
         units: list[Op | _Run] = []
@@ -425,10 +424,6 @@ class _Rewriting:
                 raise _Unfit(next(unit.key for unit in units if isinstance(unit, _Run)))
         return eliminate_dead_code(ops, outputs)
 
-    def results_of(self, run: _Run, call: Op) -> list[str]:
-        at = run.calls.index(call)
-        return [column[at] for column in run.results if column[at]]
-
     def place(self, run: _Run, outputs: tuple[str, ...]) -> None:
         """Names the results of a repeat, and says what stands for each result of its calls."""
         for column, (of, _, _) in self.outputs.items():
@@ -439,9 +434,8 @@ class _Rewriting:
                 first, last = given[0], given[-1]
                 is_read = any(op is None or op.kind not in ("call", "output") for op in self.found.users[first])
                 self.same[last] = last if not last or last in outputs or is_read else first
-                operand = next(operand for operand, result in run.carried.items() if result == at)
-                self.stack(run, run.in_order(given), len(run.results) + len(run.columns) + at, ())
-                self.stack(run, run.in_order(run.columns[operand]), len(run.results) + operand, given[:-1])
+                self.stack(run, run.in_order(given), run.given(at), ())
+                self.stack(run, run.in_order(run.columns[run.operand_of(at)]), run.taken(run.operand_of(at)), given[:-1])
                 self.element.pop(self.same[last], None)
             else:
                 self.stack(run, run.in_order(given), at, given)
@@ -451,7 +445,7 @@ class _Rewriting:
 
     def stack(self, run: _Run, column: Column, at: int, elements: Column) -> None:
         """Names a stack, and says which of its tensors stands for each of these values."""
-        returned = next((self.name_of[name] for name, (of, number, _) in self.outputs.items() if of is run and number == at), None)
+        returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
             names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]
             self.name_of[column] = returned or claim_unique(f"{run.function.name}_{names[at]}", self.taken)
@@ -482,8 +476,8 @@ class _Rewriting:
             elif any(column):
                 ops.append(self.output(run, name, at, self.name_of[run.in_order(column)]))
         for operand, at in run.carried.items():
-            ops.append(self.output(run, name, len(run.results) + operand, self.name_of[run.in_order(run.columns[operand])]))
-            ops.append(self.output(run, name, len(run.results) + len(run.columns) + at, self.name_of[run.in_order(run.results[at])]))
+            ops.append(self.output(run, name, run.taken(operand), self.name_of[run.in_order(run.columns[operand])]))
+            ops.append(self.output(run, name, run.given(at), self.name_of[run.in_order(run.results[at])]))
         return ops
 
     def output(self, run: _Run, call: str, at: int, name: str) -> Op:

@@ -1,6 +1,6 @@
 """Kernels that a program launches: one per op. Ops that differ only in names share one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -47,7 +47,7 @@ class Kernels:
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
         """Name of the kernel of an integer matmul, which cuBLASLt lacks. It sums products, which wrap around."""
         result = Value(op.result.name, self.tensor(target))
-        sizes = {name: self.tensor(name).shape for name in (a, b)}
+        sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
         taken = {result.name}
         names = {name: unique_name(f"operand_{number}", taken) for number, name in enumerate(sizes)}
@@ -66,19 +66,14 @@ class Kernels:
             Op("multiply", (rows, columns), product, location=op.location),
             Op("sum", (terms,), result, attributes(axis=(rank - 2,)), op.location),
         )
-        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
-        kernel = ir.Kernel(self.free(f"matmul_{result.name}"), inputs, ops)
-        self.made[kernel] = kernel
-        return kernel.name
+        return self.named(f"matmul_{result.name}", names, ops)
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """Name of the kernel that reduces the outermost dim of a buffer, one term per rank, to the result of `op`."""
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
-        kernel = ir.Kernel(self.free(f"{kind}_{result.name}"), (ir.Parameter(terms, self.tensor(terms)),), (body,))
-        self.made[kernel] = kernel
-        return kernel.name
+        return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
         """Name of the kernel that reduces terms and rounds once. The last term may be several along an outermost dim."""
@@ -103,8 +98,12 @@ class Kernels:
             ops[-1] = replace(ops[-1], result=result)
         else:
             ops.append(Op("astype", (total,), result, (), op.location))
-        inputs = tuple(ir.Parameter(name, self.tensor(name)) for name in terms)
-        kernel = ir.Kernel(self.free(f"{one_more}_landed_{result.name}"), inputs, tuple(ops))
+        return self.named(f"{one_more}_landed_{result.name}", {name: name for name in terms}, ops)
+
+    def named(self, name: str, operands: Mapping[str, str], ops: Iterable[Op]) -> str:
+        """Registers a kernel of these ops on these buffers, each with the name of its operand. Returns the kernel's name."""
+        inputs = tuple(ir.Parameter(operand, self.tensor(buffer)) for buffer, operand in operands.items())
+        kernel = ir.Kernel(self.free(name), inputs, tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 
