@@ -8,7 +8,7 @@ option(HOSTWEAVE_INSTALL "Install exported programs, for find_package(hostweave 
 
 if(HOSTWEAVE_TARGET STREQUAL "cuda")
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90)
+    set(CMAKE_CUDA_ARCHITECTURES 90a)
   endif()
   include(CheckLanguage)
   check_language(CUDA)

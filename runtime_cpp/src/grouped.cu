@@ -3,13 +3,27 @@
 
 namespace hw {
 
+extern __shared__ char dynamic_shared[];
+
 #define HW_GROUPED(name, T, kRows, kWarpRows, kTransposed)                          \
   __global__ void __launch_bounds__(kGroupedThreads, 2) name(GroupedProblem p, T) { \
-    multiply_groups<T, kRows, kWarpRows, kTransposed>(p);                           \
+    using Product = TileProduct<T, kRows, kWarpRows, false, kTransposed>;           \
+    __shared__ alignas(128) T shared[Product::kStage * Product::kStages];           \
+    multiply_groups<T, Product, kTransposed>(p, shared);                            \
   }
 #define HW_GROUPED_OUTER(T)                                                                            \
   __global__ void __launch_bounds__(kGroupedThreads, 2) multiply_rows_of_groups(GroupedProblem p, T) { \
-    multiply_rows_of_groups<T>(p);                                                                     \
+    using Product = TileProduct<T, 128, 64, true, false>;                                              \
+    __shared__ alignas(128) T shared[Product::kStage * Product::kStages];                              \
+    multiply_rows_of_groups<T, Product>(p, shared);                                                    \
+  }
+#define HW_BY_WARPGROUPS(name, T, kTransposed)                                                                         \
+  __global__ void __launch_bounds__(kGroupedThreads, 1) name(GroupedProblem p, T) {                                    \
+    multiply_groups<T, WarpgroupProduct<T, false, kTransposed>, kTransposed>(p, reinterpret_cast<T*>(dynamic_shared)); \
+  }
+#define HW_OUTER_BY_WARPGROUPS(T)                                                                                    \
+  __global__ void __launch_bounds__(kGroupedThreads, 1) multiply_rows_of_groups_by_warpgroups(GroupedProblem p, T) { \
+    multiply_rows_of_groups<T, WarpgroupProduct<T, true, false>>(p, reinterpret_cast<T*>(dynamic_shared));           \
   }
 #define HW_GROUPED_PLAIN(T) \
   __global__ void __launch_bounds__(kGroupedThreads) multiply_groups_plain(GroupedProblem p, T) { multiply_groups_plain<T>(p); }
@@ -43,6 +57,18 @@ HW_GROUPED(multiply_groups_transposed_by_128, f16, 128, 64, true)
 HW_GROUPED_OUTER(bf16)
 
 HW_GROUPED_OUTER(f16)
+
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, bf16, false)
+
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, bf16, true)
+
+HW_OUTER_BY_WARPGROUPS(bf16)
+
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, f16, false)
+
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, f16, true)
+
+HW_OUTER_BY_WARPGROUPS(f16)
 
 HW_GROUPED_PLAIN(float)
 

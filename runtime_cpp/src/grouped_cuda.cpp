@@ -7,14 +7,17 @@
 namespace hw {
 
 #define HW_GROUPED(name, T) __global__ void name(GroupedProblem p, T);
-#define HW_ALL_GROUPED(T)                          \
-  HW_GROUPED(multiply_groups_by_16, T)             \
-  HW_GROUPED(multiply_groups_by_64, T)             \
-  HW_GROUPED(multiply_groups_by_128, T)            \
-  HW_GROUPED(multiply_groups_transposed_by_16, T)  \
-  HW_GROUPED(multiply_groups_transposed_by_64, T)  \
-  HW_GROUPED(multiply_groups_transposed_by_128, T) \
-  HW_GROUPED(multiply_rows_of_groups, T)
+#define HW_ALL_GROUPED(T)                                 \
+  HW_GROUPED(multiply_groups_by_16, T)                    \
+  HW_GROUPED(multiply_groups_by_64, T)                    \
+  HW_GROUPED(multiply_groups_by_128, T)                   \
+  HW_GROUPED(multiply_groups_transposed_by_16, T)         \
+  HW_GROUPED(multiply_groups_transposed_by_64, T)         \
+  HW_GROUPED(multiply_groups_transposed_by_128, T)        \
+  HW_GROUPED(multiply_groups_by_warpgroups, T)            \
+  HW_GROUPED(multiply_groups_transposed_by_warpgroups, T) \
+  HW_GROUPED(multiply_rows_of_groups, T)                  \
+  HW_GROUPED(multiply_rows_of_groups_by_warpgroups, T)
 HW_ALL_GROUPED(bf16)
 HW_ALL_GROUPED(f16)
 HW_GROUPED(multiply_groups_plain, float)
@@ -24,7 +27,8 @@ namespace {
 
 // Kernels by the rows of a tile: groups of few rows have small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
-constexpr int64_t kColumns = 128, kPlainSide = 64, kBlocksEach = 2;
+constexpr int64_t kColumns = 128, kPlainSide = 64;
+constexpr int kBlocksEach = 2;  // of a multiprocessor
 
 template <class T>
 using Kernel = void (*)(GroupedProblem, T);
@@ -33,15 +37,33 @@ template <class T>
 struct Chosen {
   Kernel<T> kernel;
   int64_t rows, columns;  // of a tile
+  int blocks_each = kBlocksEach;
+  int shared = 0;  // bytes of dynamic shared memory
 };
+
+// Hopper has products of warpgroups. A process uses GPUs of one kind.
+bool has_warpgroups() {
+  static const bool has = [] {
+    int device = 0, major = 0, minor = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 && minor == 0;
+  }();
+  return has;
+}
 
 template <class T>
 Chosen<T> chosen(const GroupedProblem& p) {
+  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
+  if (p.wide && has_warpgroups() && (p.outer || each > kTileRows[0])) {
+    static constexpr Kernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
+                                             multiply_rows_of_groups_by_warpgroups};
+    return {kKernels[p.outer ? 2 : p.transposed], kWarpgroupRows, kWarpgroupColumns, 1, kWarpgroupShared};
+  }
   if (p.outer) return {multiply_rows_of_groups, kTileRows[2], kColumns};
   static constexpr Kernel<T> kKernels[2][3] = {
       {multiply_groups_by_16, multiply_groups_by_64, multiply_groups_by_128},
       {multiply_groups_transposed_by_16, multiply_groups_transposed_by_64, multiply_groups_transposed_by_128}};
-  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
   const int size = each <= kTileRows[0] ? 0 : each <= kTileRows[1] ? 1 : 2;
   return {kKernels[p.transposed][size], kTileRows[size], kColumns};
 }
@@ -55,6 +77,15 @@ Chosen<double> chosen<double>(const GroupedProblem&) {
 }
 
 template <class T>
+void load_as(const GroupedProblem& p) {
+  const Chosen<T> of = chosen<T>(p);
+  HW_CHECK(load(of.kernel));
+  if (of.shared > 0) {
+    HW_CHECK(cudaFuncSetAttribute(function_of(of.kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, of.shared));
+  }
+}
+
+template <class T>
 cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
   const Chosen<T> of = chosen<T>(p);
   int device = 0, processors = 0;
@@ -63,7 +94,8 @@ cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const int64_t down = p.outer ? p.groups * ceil_div(p.depth, of.rows) : ceil_div(p.rows, of.rows) + p.groups;
   const int64_t tiles = down * ceil_div(p.columns, of.columns);
-  return launch_pdl(of.kernel, Grid{clamped(tiles, 1, kBlocksEach * processors), kGroupedThreads}, stream, p, T());
+  const int64_t blocks = clamped(tiles, 1, int64_t{of.blocks_each} * processors);
+  return launch_pdl(of.kernel, Grid{.blocks = blocks, .threads = kGroupedThreads, .shared = of.shared}, stream, p, T());
 }
 
 template <class Use>
@@ -77,7 +109,9 @@ auto for_dtype(cudaDataType_t dtype, const Use& use) {
 }  // namespace
 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem) {
-  for_dtype(types.operands, [&]<class T>(T) { HW_CHECK(load(chosen<T>(problem).kernel)); });
+  GroupedProblem unaligned = problem;  // as a call may be
+  unaligned.wide = false;
+  for_dtype(types.operands, [&]<class T>(T) { load_as<T>(problem), load_as<T>(unaligned); });
 }
 
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream) {

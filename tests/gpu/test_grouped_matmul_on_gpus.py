@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 # Unit roundoff of the sums, and of the rounded result. A sum of n products is within n units of the sum of their absolute values
 # (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 UNITS = {hw.f64: (2.0**-53, 0.0), hw.f32: (2.0**-24, 0.0), hw.f16: (2.0**-24, 2.0**-11), hw.bf16: (2.0**-24, 2.0**-8)}
-# Rows, experts, K and N. The last ones are odd, so that nothing is aligned.
-SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (333, 5, 67, 129)]
+# Rows, experts, K and N. Tiles of 264 and 392 have rests. The last ones are odd, so that nothing is aligned.
+SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (2100, 8, 264, 392), (200, 5, 67, 129), (333, 5, 67, 129)]
 
 
 def routings(t: int, experts: int) -> list[list[int]]:

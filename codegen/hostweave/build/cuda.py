@@ -156,8 +156,9 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
-    return os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90. Hopper's own instructions need sm_90a."""
+    found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
+    return "sm_90a" if found == "sm_90" else found
 
 
 def _driver() -> ctypes.CDLL | None:

@@ -32,6 +32,7 @@ struct Grid {
   int threads;           // per block
   int cluster = 1;       // blocks per cluster; ignored on devices without clusters
   bool at_once = false;  // cooperative launch, with at most one block per multiprocessor
+  int shared = 0;        // bytes of dynamic shared memory
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
@@ -269,6 +270,7 @@ cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream
   attributes[1].val.clusterDim = {cluster, 1, 1};
   const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks / grid.cluster * cluster),
                                   .blockDim = dim3(grid.threads),
+                                  .dynamicSmemBytes = static_cast<size_t>(grid.shared),
                                   .stream = stream,
                                   .attrs = attributes,
                                   .numAttrs = cluster > 1 ? 2u : 1u};

@@ -1,0 +1,205 @@
+// Tiles of products in shared memory, multiplied by the matrix units that all GPUs since Ampere have.
+#pragma once
+#include "hostweave/kernel.h"
+
+namespace hw {
+
+constexpr int kGroupedThreads = 256;
+constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // of a tile of two warpgroups
+constexpr int kWarpgroupShared = 4 * 48 * 1024 + 1024;        // bytes: four stages, aligned
+
+#ifdef __CUDACC__
+
+// i, at least 0 and at most `most`.
+__device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : i < most ? i : most; }
+
+template <class T>
+struct Operand {
+  const T* at;
+  int64_t pitch, count;  // elements along the dim that is not the depth
+};
+
+// A tile of the result, which begins at this element of it: the product of two operands.
+template <class T>
+struct Tile {
+  int64_t at, depth;
+  Operand<T> a, b;
+};
+
+// kRows x kColumns elements of 16 bits, in chunks of 8 that are permuted so that the rows of a matrix of 8 x 8 lie in all banks.
+template <class T, int kRows, int kColumns>
+struct SharedTile {
+  static constexpr int kChunks = kColumns / 8;
+
+  T* at;
+
+  __device__ T* chunk(int row, int chunk) const {
+    const int turned = kChunks == 4 ? chunk ^ (row >> 1 & 3) : chunk ^ (row & 7);
+    return at + row * kColumns + turned * 8;
+  }
+
+  // Starts to copy what exists: `rows` x `columns` elements. The rest is zeros.
+  __device__ void copy(const T* from, int64_t pitch, int64_t rows, int64_t columns, bool wide) const {
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
+      const int row = i / kChunks, place = i % kChunks;
+      const int64_t left = row < rows ? columns - place * 8 : 0;
+      const int count = static_cast<int>(limited(left, 8));
+      const T* const source = count > 0 ? from + row * pitch + place * 8 : from;
+      T* const to = chunk(row, place);
+      if (wide) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                     "l"(source), "r"(count * 2)
+                     : "memory");
+      } else {
+        for (int j = 0; j < 8; ++j) to[j] = j < count ? source[j] : T(0.0f);
+      }
+    }
+  }
+
+  // Four matrices of 8 x 8: lane i gives the row of one, and gets two elements of each.
+  __device__ void load(unsigned (&to)[4], int row, int place) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(chunk(row, place)))));
+  }
+  __device__ void load_transposed(unsigned (&to)[4], int row, int place) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(chunk(row, place)))));
+  }
+};
+
+__device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, f16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// One tile of a product of 16-bit floats: a [kRows, depth] times b [depth, kColumns]. If kTurnedA, a is stored column by column;
+// if kTurnedB, b is. Stages of kDepth terms are copied while earlier ones are multiplied.
+template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
+struct TileProduct {
+  static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;
+  static constexpr int kStages = kRows == 16 ? 5 : kRows == 64 ? 4 : 3;  // of at most 48 KiB
+  static constexpr int kWarpsDown = kRows / kWarpRows, kWarpColumns = kColumns / (kWarps / kWarpsDown);
+  static constexpr int kStage = (kRows + kColumns) * kDepth;
+
+  using A = SharedTile<T, kTurnedA ? kDepth : kRows, kTurnedA ? kRows : kDepth>;
+  using B = SharedTile<T, kTurnedB ? kColumns : kDepth, kTurnedB ? kDepth : kColumns>;
+
+  T* shared;
+  bool wide;  // 16-byte reads are possible
+  float sums[kWarpRows / 16][kWarpColumns / 8][4];
+
+  __device__ TileProduct(T* shared, bool wide) : shared(shared), wide(wide) {}
+
+  // Starts to copy stage `step` of a tile, if there is one.
+  __device__ void copy(const Tile<T>& tile, int64_t step) const {
+    const auto& [at_a, pitch_a, count_a] = tile.a;
+    const auto& [at_b, pitch_b, count_b] = tile.b;
+    const int64_t k = step * kDepth, left = tile.depth - k;
+    T* const stage = shared + step % kStages * kStage;
+    if (left > 0) {
+      A{stage}.copy(at_a + (kTurnedA ? k * pitch_a : k), pitch_a, kTurnedA ? left : count_a, kTurnedA ? count_a : left, wide);
+      B{stage + kRows * kDepth}.copy(at_b + (kTurnedB ? k : k * pitch_b), pitch_b, kTurnedB ? count_b : left,
+                                     kTurnedB ? left : count_b, wide);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Starts to copy a tile. No thread reads an earlier one.
+  __device__ void start(const Tile<T>& tile) const {
+    for (int i = 0; i < kStages - 1; ++i) copy(tile, i);
+  }
+
+  __device__ void multiply(const Tile<T>& tile) {
+#pragma unroll
+    for (auto& row : sums) {
+#pragma unroll
+      for (auto& each : row) each[0] = each[1] = each[2] = each[3] = 0;
+    }
+    const int64_t steps = (tile.depth + kDepth - 1) / kDepth;
+    for (int64_t step = 0; step < steps; ++step) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+      __syncthreads();
+      copy(tile, step + kStages - 1);
+      T* const stage = shared + step % kStages * kStage;
+      add({stage}, {stage + kRows * kDepth});
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+  }
+
+  __device__ int first_row() const { return threadIdx.x / 32 % kWarpsDown * kWarpRows; }
+  __device__ int first_column() const { return threadIdx.x / 32 / kWarpsDown * kWarpColumns; }
+
+  __device__ void add(const A& a, const B& b) {
+    const int lane = threadIdx.x % 32, in_matrix = lane % 8, matrix = lane / 8;
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      unsigned of_a[kWarpRows / 16][4], of_b[kWarpColumns / 16][4];
+#pragma unroll
+      for (int i = 0; i < kWarpRows / 16; ++i) {
+        const int m = first_row() + i * 16;
+        if constexpr (kTurnedA) {
+          a.load_transposed(of_a[i], k + matrix / 2 * 8 + in_matrix, m / 8 + matrix % 2);
+        } else {
+          a.load(of_a[i], m + matrix % 2 * 8 + in_matrix, k / 8 + matrix / 2);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kWarpColumns / 16; ++j) {
+        const int n = first_column() + j * 16;
+        if constexpr (kTurnedB) {
+          b.load(of_b[j], n + matrix / 2 * 8 + in_matrix, k / 8 + matrix % 2);
+        } else {
+          b.load_transposed(of_b[j], k + matrix % 2 * 8 + in_matrix, n / 8 + matrix / 2);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpRows / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < kWarpColumns / 8; ++j) {
+          multiply_tile(sums[i][j], of_a[i], of_b[j / 2][j % 2 * 2], of_b[j / 2][j % 2 * 2 + 1], T());
+        }
+      }
+    }
+  }
+
+  // Stores the part of the tile that exists.
+  template <class Result>
+  __device__ void store(Result* to, int64_t pitch, int64_t rows, int64_t columns) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kWarpRows / 16; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row() + i * 16 + half * 8 + lane / 4;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < kWarpColumns / 8; ++j) {
+          const int column = first_column() + j * 8 + lane % 4 * 2;
+          Result* const at = to + row * pitch + column;
+          const Values<Result, 2> pair{{Result(sums[i][j][half * 2]), Result(sums[i][j][half * 2 + 1])}};
+          if (column + 1 < columns && reinterpret_cast<uintptr_t>(at) % (2 * sizeof(Result)) == 0) {
+            hw::store(at, pair);
+          } else {
+            if (column < columns) at[0] = pair[0];
+            if (column + 1 < columns) at[1] = pair[1];
+          }
+        }
+      }
+    }
+  }
+};
+
+#endif
+
+}  // namespace hw
