@@ -145,7 +145,7 @@ struct PeerGroup::State {
     for (int looks = 0; segment->met < all; ++looks) {
       if (segment->aborted) throw ExecutionError(std::string(what) + ": another rank of the channel has failed");
       if (Clock::now() > end) {
-        throw ExecutionError(std::string(what) + ": the other ranks of the channel have not come within " +
+        throw ExecutionError(std::string(what) + ": the other ranks of the channel have not joined within " +
                              std::to_string(std::lround(timeout_seconds)) + " seconds");
       }
       looks < 1000 ? std::this_thread::yield() : std::this_thread::sleep_for(100us);
@@ -285,8 +285,8 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   }
   int64_t nobody = 0;
   if (!state.segment->size.compare_exchange_strong(nobody, size) && nobody != size)
-    throw ExecutionError("transport peer: ranks of channels of " + std::to_string(nobody) + " and " + std::to_string(size) +
-                         " ranks");
+    throw ExecutionError("transport peer: ranks have joined channels of " + std::to_string(nobody) + " and " +
+                         std::to_string(size) + " ranks");
   if (state.seat().taken.exchange(1)) throw ExecutionError("transport peer: two ranks are rank " + std::to_string(rank));
 
   HW_CHECK(cudaGetDevice(&state.device));

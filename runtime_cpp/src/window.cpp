@@ -55,7 +55,7 @@ int loaded_nccl() {
 
 [[noreturn]] void too_old(const std::string& needed) {
   const int version = loaded_nccl();
-  throw ExecutionError("transport one_sided needs " + needed + ", and the one that is loaded is " +
+  throw ExecutionError("transport one_sided needs " + needed + ", but the loaded one is " +
                        std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
                        std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
 }
@@ -134,7 +134,7 @@ struct WindowArena::Windows {
   const Registered& registered(const Channel& channel) const {
     const auto found = std::ranges::find(channels_, &channel);
     if (found == channels_.end())
-      throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
+      throw ExecutionError("the windows of the program are not registered with this channel");
     return memory_.registered[found - channels_.begin()];
   }
 

@@ -79,5 +79,5 @@ def test_ops_that_need_two_kernels_are_refused() -> None:
     (kernel,) = lower(hw.fusion(**specs)(function), Options()).kernels
     sums = Op("cumsum", ("y",), Value("z", kernel.results[0].type), (("axis", 0),))
     buffers = [BufferType(p.type.dtype, p.type.shape) for p in (*kernel.inputs, *kernel.results)]
-    with pytest.raises(ProgramError, match="kernel @sum_y: %z takes all along a dim together; split it"):
+    with pytest.raises(ProgramError, match="kernel @sum_y: %z needs all elements along a dim at once; split it"):
         stages(replace(kernel, ops=(*kernel.ops, sums)), buffers, H200)

@@ -284,7 +284,7 @@ def test_mistakes(name: str) -> None:
         ("attention(%q, %q, %k, scale=1.0)", "differ in more than their last dim"),
         ("attention(%k, %q, %q, scale=1.0)", "the 4 heads of keys bf16[2, 4, S, 8] do not divide the 2 of queries bf16[2, 2, T, 8]"),
         ("attention(%q, %k, %k, scale=1.0, causal=left)", "causal=left is neither top_left nor bottom_right"),
-        ("attention(%q, %k, %k, scale=1.0, window=3)", "window=3 is a number of columns, of a causal mask; give it one"),
+        ("attention(%q, %k, %k, scale=1.0, window=3)", "window=3 needs a causal mask; state causal"),
         ("attention(%q, %k, %k)", "attribute scale is missing; write scale=0.5"),
         ("attention(%q, %k, scale=1.0)", "takes 3 operands, and lengths where not all keys are valid, not 2"),
         ("attention(%q, %k, %k, %q, scale=1.0)", "lengths of bf16[2, 4, S, 8] are not i32[2], the number of valid keys"),
@@ -324,7 +324,7 @@ def test_a_row_that_sees_nothing_is_an_error() -> None:
         return hw.attention(q, k, k, "bottom_right", window=4)
 
     for s, t in ((5, 4), (1, 0)):
-        with pytest.raises(ExecutionError, match=f"of {s} rows of the query and {t} of the key, a row of the query sees none of the key"):
+        with pytest.raises(ExecutionError, match=f"with {s} rows of the query and {t} of the key, some row of the query sees no key"):
             compiled(blind).run(**random_arrays(blind, {"B": 1, "S": s, "T": t}, seed=0))
     assert compiled(blind).run(**random_arrays(blind, {"B": 0, "S": 5, "T": 4}, seed=0))[0].shape == (0, 4, 5, 16)
 

@@ -71,15 +71,15 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
     [
         (
             lambda x: hw.collective_permute(x, 0, [0, 2]),
-            "collective_permute: sources=(0, 2): each is one of the 2 blocks, from 0 on, or -1 for zeros",
+            "collective_permute: sources=(0, 2): each must be one of the 2 blocks, numbered from 0, or -1 for zeros",
         ),
         (
             lambda x: hw.collective_permute(x, 0, []),
-            "collective_permute: sources=(): each is one of the 0 blocks, from 0 on, or -1 for zeros",
+            "collective_permute: sources=(): each must be one of the 0 blocks, numbered from 0, or -1 for zeros",
         ),
         (
             lambda x: hw.collective_permute(x, 0, [0, 0]),
-            "collective_permute: sources=(0, 0): a block goes to one place at most; use hw.concat to repeat one",
+            "collective_permute: sources=(0, 0): each block is named once at most; use hw.concat to repeat one",
         ),
         (
             lambda x: hw.collective_permute(x, 1, [None, 0, 1]),

@@ -382,7 +382,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "no list": (lambda v: hw.stack(v.x), "is not a list of tensors of this fusion; write hw.stack([a, b])"),
     "axis of stack": (lambda v: hw.stack([v.x], 3), "stack: axis 3 is out of range: the result has 3 dims"),
     "split of a name": (lambda v: hw.split(v.x, 2), "split: M, dim 0 of f32[M, N], is not known at compile time"),
-    "split into nothing": (lambda v: hw.split(v.across, 0, 1), "split: 0 elements are no part; give at least 1"),
+    "split into nothing": (lambda v: hw.split(v.across, 0, 1), "split: parts of 0 elements are not possible; give at least 1"),
     "parts": (lambda v: hw.split(v.across, [1, 1], 1), "split: parts of [1, 1] are not the 3 elements of dim 1 of i64[M, 3]; correct them"),
     "squeeze": (lambda v: hw.squeeze(v.x, 0), "squeeze: dim 0 of f32[M, N] has more than one element"),
     "reduction": (lambda v: hw.cross_entropy(v.x, v.across[:, 0], reduction="max"), "reduction='max' is not 'mean', 'sum' or 'none'"),

@@ -188,13 +188,16 @@ def evaluated(call: Any) -> None:
 CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "twice": (
         second_backward,
-        "Layer: backward is called a second time, and what it needs is freed; call the module again, or .*retain_graph",
+        "Layer: backward is called a second time, and its saved tensors are freed; call the module again, or .*retain_graph",
     ),
     "twice derived": (
         derivative_of_a_gradient,
         "Layer: second derivatives are not compiled; .* without create_graph=True",
     ),
-    "written": (written_before_backward, "Layer: a parameter or an argument was written to after the call, and .*; call backward before"),
+    "written": (
+        written_before_backward,
+        "Layer: a parameter or an argument was written to after the call, and .*; call backward before the write",
+    ),
     "argument": (
         gradient_of_an_argument,
         r"Layer: x requires grad, but did not at compile; compile with example_inputs that .*, or detach",
@@ -207,7 +210,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
     "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted.*; or compile once for each size$"),
-    "captured": (lambda call: call.capture(X), r"Layer: capture: is compiled for training, .*; pass options=hw.Options\(graph="),
+    "captured": (lambda call: call.capture(X), r"Layer: capture: in training .*; pass options=hw.Options\(graph="),
     "structure": (lambda call: call(X, 2.0), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
 }
 

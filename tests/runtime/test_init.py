@@ -173,8 +173,8 @@ def test_init_again() -> None:
         with pytest.raises(ArgumentError) as caught:
             hw.init(hw.Threads(3))
         assert str(caught.value) == (
-            f"hw.init: group 'default' is there already, with this as rank {rank} of 2, and would now have it as rank 0 of 3; "
-            "close it first, or give the other one another name"
+            f"hw.init: group 'default' exists already, with this process as rank {rank} of 2, not rank 0 of 3; "
+            "close it first, or use another name"
         )
         group.close()
         again = hw.init(provider)

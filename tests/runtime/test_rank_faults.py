@@ -305,8 +305,8 @@ def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
         right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
         assert (right, again, anew) == ("[0. 1.]",) * 3
         assert seeded == (
-            "ArgumentError gathered: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of one "
-            "process; group 'default' has 2 processes: use hw.Threads or program.run for them"
+            "ArgumentError gathered: seeded schedules, buffered sends and the check of dependencies need ranks that are threads of one "
+            "process, but group 'default' has 2 processes; use hw.Threads or program.run"
         )
         assert "rank 1 calls gathered on mesh(x=2), rank 0 other on mesh(x=2); all ranks of a group call the same" in programs
         assert "gathered: x: rank 1 passes [2, 3], and rank 0 [2, 2]; pass blocks of one f32[M@x, K]" in sizes

@@ -162,5 +162,5 @@ fusion @reversed(%a: bf16[2, 3, N, 8], %b: f32[N, 5, 2], %c: f32[N, 2, 4], %d: f
     )]  # fmt: skip
     expect_every_way(fusion, arrays, (turned[0], 2 * turned[1].astype(float), (turned[2] * c.astype(float)).sum(2), *turned[3:]), seed=1)
     for wrong in ("axis=1, halves=1", "axis=0, halves=1"):
-        with pytest.raises(ProgramError, match=r"reverse_second: halves=1 is no other dim than [01] of .* that has 2 indices"):
+        with pytest.raises(ProgramError, match=r"reverse_second: halves=1 is not a dim of .* with 2 indices other than [01]; name one"):
             Fusion.parse(text.replace("axis=1, halves=0", wrong))

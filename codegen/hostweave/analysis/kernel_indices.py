@@ -68,7 +68,7 @@ def _iteration(kernel: Kernel) -> Iteration:
         if op.operands:
             joined, unwalked = _joined(op, types)
             if twice := next((name for name, dim in unwalked.items() if lanes.get(name, dim) != dim), None):
-                raise NotOneKernel(f"%{twice} is read along two of its dims where data say")
+                raise NotOneKernel(f"%{twice} is read at data-dependent positions along two dims")
             lanes |= unwalked
             for dims in joined:
                 walked.update(dims)
@@ -77,14 +77,14 @@ def _iteration(kernel: Kernel) -> Iteration:
                         same[first(other)] = first(dims[0])
         types[op.result.name] = op.result.type
     if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
-        raise NotOneKernel(f"%{whole} takes all along a dim together")
+        raise NotOneKernel(f"%{whole} needs all elements along a dim at once")
     update = _update_of(kernel)
     written = {result.name for result in kernel.results}
     numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs a loop over all its dims
     apart = numbers | {op.result.name for op in kernel.ops if OPS[op.kind].lane} | {p.name for p in kernel.inputs}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
-            raise NotOneKernel(f"%{name} is read where data say")
+            raise NotOneKernel(f"%{name} is read at data-dependent positions")
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
@@ -96,7 +96,7 @@ def _iteration(kernel: Kernel) -> Iteration:
         indices[name] = tuple(own)
         sizes.update({index: size for index, size in zip(own, type.shape, strict=True) if index is not None})
         if len(set(own) - {None}) < sum(index is not None for index in own):
-            raise NotOneKernel(f"two dims of %{name} would be one")
+            raise NotOneKernel(f"two dims of %{name} would have one index")
     return _checked(sizes, indices, lanes, kernel)
 
 

@@ -78,7 +78,7 @@ class ReshardStep:
             raise Mismatch(f"{type} is in zigzag, and stays on its mesh")
         if self.target is not None:
             if not self._leads_to(self.target, type, mesh):
-                raise Mismatch(f"what it states does not take {type} to {self.target}")
+                raise Mismatch(f"its steps do not lead from {type} to {self.target}")
             return self.target
         if self.loses is not None:
             dim = type.dims[self.loses]

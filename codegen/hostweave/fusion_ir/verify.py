@@ -74,7 +74,9 @@ def _verify_groups(body: Fusion) -> None:
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.values()[name].type.dims[:1]
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
-            raise ProgramError(f"%{name}: the first dim of a group counts its {len(group.names)} tensors, as no mesh axis splits; name it")
+            raise ProgramError(
+                f"%{name}: the first dim of a group must be a name for its {len(group.names)} tensors, not sharded; correct it"
+            )
     made = {op.result.name: op for op in body.ops}
     for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
         if group and name in made and made[name].callee is None:
@@ -86,9 +88,7 @@ def _verify_groups(body: Fusion) -> None:
                 and not (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED]))
                 and not (op.kind == "select" and op[AXIS] == 0)
             ):
-                raise ProgramError(
-                    f"{op.kind}: %{operand} is a group, whose tensors lie anywhere; repeat over it or select one", op.location
-                )
+                raise ProgramError(f"{op.kind}: %{operand} is a group of separate tensors; repeat over it, or select one", op.location)
 
 
 def _verify_function(function: Fusion, fusion: Fusion) -> None:

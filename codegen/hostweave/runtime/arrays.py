@@ -210,7 +210,7 @@ class _Jax(NumpyLibrary):
         try:
             return np.asarray(array)
         except RuntimeError as error:  # it was donated, or is partly on other hosts
-            raise TypeError(f"JAX gives no values of it ({error}); pass an array that is still there and all on this host") from error
+            raise TypeError(f"JAX gives no values of it ({error}); pass an array that is not deleted, and is on this host alone") from error
 
     def give(self, array: Array) -> Array:
         return sys.modules["jax"].numpy.asarray(array)

@@ -110,8 +110,8 @@ def init(
             if (present.rank, present.count) == (rank, count):
                 return present
             raise ArgumentError(
-                f"hw.init: group {group!r} is there already, with this as rank {present.rank} of {present.count}, and would now have it as "
-                f"rank {rank} of {count}; close it first, or give the other one another name"
+                f"hw.init: group {group!r} exists already, with this process as rank {present.rank} of {present.count}, "
+                f"not rank {rank} of {count}; close it first, or use another name"
             )
         if present:
             present.close()

@@ -442,8 +442,8 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             if wanted.is_special and not self._group.in_process:
                 raise ArgumentError(
-                    f"{self.host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of "
-                    f"one process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
+                    f"{self.host.name}: seeded schedules, buffered sends and the check of dependencies need ranks that are threads of "
+                    f"one process, but group {self._group.name!r} has {self._group.count} processes; use hw.Threads or program.run"
                 )
             self._native_schedule = wanted, self.module.Schedule(**vars(wanted))
         return self._native_schedule[1]
@@ -527,8 +527,8 @@ class Captured:
             by, by_turns = threading.current_thread(), self._turns > 0
             if self._last and self._last[0] is not by and self._last[0].is_alive() and not (by_turns and self._last[1]):
                 raise ExecutionError(
-                    "several threads launch this captured call, which reads and writes the same arrays; put each call, and the use "
-                    "of these, inside `with step:`, or capture one call for each thread"
+                    "several threads launch this captured call, but share its arrays; put each call, and the use "
+                    "of its arrays, inside `with step:`, or capture one call for each thread"
                 )
             self._last = by, by_turns
             self.launch(stream)

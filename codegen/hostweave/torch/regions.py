@@ -271,10 +271,10 @@ class Region:
                 local = node.args[0]
                 placements = node.meta["example_value"].placements
                 if any(placement.is_partial() for placement in placements):
-                    raise _of_nodes("from_local of a term of a sum; reduce it before", [node])
+                    raise _of_nodes("from_local of a partial sum; reduce it before", [node])
                 is_local = local.op == "placeholder" or local.target == "to_local"
                 if any(placement.is_shard() for placement in placements) and not (is_local and len(local.users) == 1):
-                    raise _of_nodes("from_local of a part that is used as it is, too; use the DTensor alone", [node])
+                    raise _of_nodes("from_local of a tensor that is also used as a local tensor; use the DTensor alone", [node])
 
     def prepare(self) -> None:
         """Compiles the graph for the tensors that it was traced for."""

@@ -41,7 +41,7 @@ class Differentiated(CompiledModule):
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
-            f"{self._name}: capture: is compiled for training, where a call of it is not all that is computed; pass "
+            f"{self._name}: capture: in training a call is the forward pass alone; pass "
             'options=hw.Options(graph="auto"), or compile it again without gradients'
         )
 
@@ -199,12 +199,12 @@ class _Step(torch.autograd.Function):
         except RuntimeError as error:
             if "second time" in str(error):
                 raise ArgumentError(
-                    f"{name}: backward is called a second time, and what it needs is freed; call the module again, or the first backward "
-                    "with retain_graph=True"
+                    f"{name}: backward is called a second time, and its saved tensors are freed; call the module again, or the first "
+                    "backward with retain_graph=True"
                 ) from error
             raise ArgumentError(
-                f"{name}: a parameter or an argument was written to after the call, and backward needs it as it was; call backward before, "
-                "or the module again"
+                f"{name}: a parameter or an argument was written to after the call, and backward needs the old values; call backward "
+                "before the write, or call the module again"
             ) from error
         wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
         return None, None, *model._gradients(ctx.group, values[ctx.kept :], values[: ctx.kept], wanted)

@@ -67,7 +67,9 @@ class Mesh:
         if axes:
             mesh = Mesh(tuple(axes.items()), chosen)
             if prod(size for _, size in mesh.axes) != len(chosen):
-                raise ProgramError.here(f"ranks: {len(chosen)} ranks are no mesh of {_axes_text(mesh.axes)}; the product must be equal")
+                raise ProgramError.here(
+                    f"ranks: {len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}; the product must be equal"
+                )
             return mesh
         if len(self.axes) == 1:
             return Mesh(((self.axes[0][0], len(chosen)),), chosen)

@@ -24,7 +24,7 @@ hw_status failed(hw_status status, const char* why) {
 
 Shape shape(const hw_shape& given) {
   if (given.ndim < 0 || given.ndim > kMaxDims)
-    throw ArgumentError("a shape of " + std::to_string(given.ndim) + " dims; 0 to " + std::to_string(kMaxDims) + " can be");
+    throw ArgumentError("a shape of " + std::to_string(given.ndim) + " dims; it must have 0 to " + std::to_string(kMaxDims));
   Shape result;
   result.ndim = given.ndim;
   std::copy_n(given.dims, given.ndim, result.dims);

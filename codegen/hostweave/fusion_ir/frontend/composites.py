@@ -242,7 +242,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     merged = _merged(scales, scaling)
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
-        raise ProgramError.here(f"quantize: the scale is {scale.type}, and {x.type} has scales {wanted}; pass such")
+        raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; pass that")
 
     def divided(by: Tensor) -> Tensor:
         values = _worded("quantized", hw.astype(wide / _cast(by, wide.dtype), dtype))

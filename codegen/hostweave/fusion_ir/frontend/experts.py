@@ -39,7 +39,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     Example: `x: bf16[T, K]`, `w: bf16[64, K, N@tp]` and `offsets: i32[64]` give `bf16[T, N@tp]`.
     """
     if offsets.ndim not in (1, 2) or offsets.dtype != i32:
-        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, and not i32 [E]; use hw.astype")
+        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, not i32 [E]; use hw.astype")
     starts = _before(offsets)
     if b.ndim == a.ndim == offsets.ndim + 1:
         return record("grouped_outer", hw.transpose(a, -2, -1), b, starts, offsets)
@@ -62,7 +62,7 @@ def bincount(x: Tensor, length: int | str) -> Tensor:
     Example: `ids: i64[T@dp, 2]` gives `i64[8]` by `hw.bincount(ids, 8)`.
     """
     if x.dtype.kind not in INTS:
-        raise ProgramError.here(f"bincount: x is {x.type}, and not of ints; use hw.astype")
+        raise ProgramError.here(f"bincount: x is {x.type}, not of ints; use hw.astype")
     bins = record("iota", target=TensorType(i64, (Dim(_size_of(length, "bincount")),)), beside=x)
     found = hw.expand_dims(hw.astype(x, i64), x.ndim) == bins
     return hw.sum(hw.astype(found, i64), tuple(range(x.ndim))) if x.ndim else hw.astype(found, i64)
@@ -121,7 +121,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     if total is None:
         raise ProgramError.here("repeat_interleave: the size of the result is unknown at compile time; pass its upper bound as total=")
     if repeats.dtype.kind not in INTS or repeats.type.shape != (size,):
-        raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, and not ints [{size}], one for each index of dim {axis}")
+        raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
     places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
     begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # repetitions that have ended
@@ -177,7 +177,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
         raise ProgramError.here(f"moe_routing: {unknown[0]} is not an axis of {mesh}; the axes are {', '.join(known)}")
     ranks = mesh.size_of(names)
     if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
-        raise ProgramError.here(f"moe_routing: experts are {experts.type}, and not ints [T, k] with k an int; use hw.reshape")
+        raise ProgramError.here(f"moe_routing: experts are {experts.type}, not ints [T, k] with k an int; use hw.reshape")
     if num_experts % ranks:
         raise ProgramError.here(f"moe_routing: {ranks} ranks do not divide {num_experts} experts; use a mesh that does")
     choices, own = int(experts.type.shape[1]), num_experts // ranks

@@ -369,7 +369,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
     if isinstance(sections, int):
         step = sections
         if step < 1:
-            raise ProgramError.here(f"split: {sections} elements are no part; give at least 1")
+            raise ProgramError.here(f"split: parts of {sections} elements are not possible; give at least 1")
         lengths = [min(step, whole - begin) for begin in range(0, whole, step)]
     else:
         lengths = list(sections)

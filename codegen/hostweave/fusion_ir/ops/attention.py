@@ -66,7 +66,7 @@ def _rows(types: Types, op: Op) -> TensorType:
     if op[CAUSAL] not in ("", TOP_LEFT, BOTTOM_RIGHT):
         raise Mismatch(f"causal={op[CAUSAL]} is neither {TOP_LEFT} nor {BOTTOM_RIGHT}")
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):
-        raise Mismatch(f"window={op[WINDOW]} is a number of columns, of a causal mask; give it one, or leave the window out")
+        raise Mismatch(f"window={op[WINDOW]} needs a causal mask; state causal, or leave the window out")
     blocks = _blocks(op)
     _check_masks(op, q, k, masks, blocks)
     return TensorType(f32, tuple(Dim(size) for size in (*blocks, *q.shape[:-1])))
@@ -92,7 +92,7 @@ def _blocks(op: Op) -> tuple[Size, ...]:
     """The dim of the blocks, or nothing."""
     count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
     if count < 0:
-        raise Mismatch(f"blocks={count} is not how many the keys are cut into; leave it out, or write 1 or more")
+        raise Mismatch(f"blocks={count} is not a number of blocks of keys; write 1 or more, or leave it out")
     return (Size(count),) if count else ()
 
 
@@ -261,10 +261,10 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
     rows, result = _rows(types, op), _attention(types, op)
     for type, wanted in zip(types[3:6], (result, result, rows), strict=True):
         if (type.dtype, type.shape) != (wanted.dtype, wanted.shape):
-            raise Mismatch(f"{type} is not {wanted}, what attention gives, or its gradient")
+            raise Mismatch(f"{type} is not {wanted}, the type of attention's result and of its gradient")
     masks = masks_of(op, types)
     if op.kind == BIAS_GRADIENT and "bias" not in masks:
-        raise Mismatch("is the gradient of a bias, and there is none; give it one, and bias=true")
+        raise Mismatch("is the gradient of a bias, but there is no bias; add one, and bias=true")
     of = masks["bias"] if op.kind == BIAS_GRADIENT else types[GRADIENTS.index(op.kind)]
     return TensorType(of.dtype, tuple(Dim(size) for size in of.shape))
 

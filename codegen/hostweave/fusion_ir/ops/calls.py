@@ -72,7 +72,7 @@ def _repeat(types: Types, op: Op) -> TensorType:
     function = op.callee
     assert function is not None
     if op[DEPTH] == Size(0):
-        raise Mismatch(f"@{function.name} is repeated, and nothing says how often; write depth=2")
+        raise Mismatch(f"@{function.name} is repeated without a depth; write one, as in depth=2")
     if len(op[CARRIED]) != len(op[RETURNED]):
         raise Mismatch(f"carried={op[CARRIED]} and returned={op[RETURNED]} do not pair operands with results; give as many of both")
     operands, results = range(len(function.inputs)), range(len(function.outputs))
@@ -91,7 +91,7 @@ def _repeat(types: Types, op: Op) -> TensorType:
     for operand, result in carried_by(op).items():
         wants, given = function.inputs[operand].type, function.output_types[result]
         if (wants.dtype, wants.shape, wants.mesh) != (given.dtype, given.shape, given.mesh):
-            raise Mismatch(f"@{function.name} takes {wants} and gives {given} for the next call; give what it takes")
+            raise Mismatch(f"@{function.name} takes {wants}, but passes {given} to its next call; return {wants}")
     return unsharded(_first_type(op))
 
 
@@ -108,7 +108,7 @@ def _kernel(types: Types, op: Op) -> TensorType:
         if (given.dtype, given.shape, given.mesh) != (wanted.dtype, wanted.shape, wanted.mesh):
             raise Mismatch(f"@{kernel.name} takes {wanted}, not {given}; only the mesh axes may differ")
     if placed := next((type for type in kernel.outputs if type.mesh), None):
-        raise Mismatch(f"@{kernel.name} gives {placed}: an output is where what the kernel takes is; leave out on {placed.mesh}")
+        raise Mismatch(f"@{kernel.name} gives {placed}: outputs are on the mesh of the kernel's inputs; leave out on {placed.mesh}")
     return unsharded(kernel.outputs[0])
 
 
@@ -117,7 +117,7 @@ def _output(types: Types, op: Op) -> TensorType:
         index, most = op[INDEX], len(op.callee.outputs)
         most += len(op.callee.inputs) + most if op[DEPTH] != Size(0) else 0
         if not 0 < index < most:
-            raise Mismatch(f"@{op.callee.name} has no result {index} beside the one of the call; it has {most} in all")
+            raise Mismatch(f"@{op.callee.name} has no further result {index}; with that of the call it has {most}")
         return unsharded(result_type(op, index))
     return unsharded(op.result.type)
 

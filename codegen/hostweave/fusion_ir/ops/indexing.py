@@ -144,7 +144,7 @@ def _reverse_second(types: Types, op: Op) -> TensorType:
     (x,) = types
     axis, halves = checked_axis(op[AXIS], x), checked_axis(op[HALVES], x)
     if x.shape[halves] != Size(2) or axis == halves:
-        raise Mismatch(f"halves={halves} is no other dim than {axis} of {x} that has 2 indices")
+        raise Mismatch(f"halves={halves} is not a dim of {x} with 2 indices other than {axis}; name one")
     return unsharded(x)
 
 
@@ -183,7 +183,9 @@ def _scatter(types: Types, op: Op) -> TensorType:
     result = _replaced(TensorType(source.dtype, broadcast((_one(index, axis), _one(source, axis)))), axis, size)
     for x in into:
         if (x.dtype, x.shape) != (result.dtype, result.shape):
-            raise Mismatch(f"{source} does not go into {x}: that would be {result}; dims beside dim {axis} are equal, or 1 in the index")
+            raise Mismatch(
+                f"{source} does not go into {x}: that would be {result}; other dims than {axis} must be equal, or 1 in the index"
+            )
     return result
 
 
@@ -225,7 +227,7 @@ def _update(types: Types, op: Op) -> TensorType:
     x, update, *places = types
     axes = op[ORDER]
     if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
-        raise Mismatch(f"{update} does not go into {x} along dims {axes}; it has the same dims, and a start and rows for each of these")
+        raise Mismatch(f"{update} does not go into {x} along dims {axes}; it needs the same dims, and a start and rows for each of {axes}")
     same_dtype((x, update))
     for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
         if axis not in axes and have != size:
@@ -233,7 +235,7 @@ def _update(types: Types, op: Op) -> TensorType:
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
             raise Mismatch(
-                f"dim {axis} starts at {start}, which is not an i64 of no dims, or of those before the first that is cut; use start"
+                f"dim {axis} starts at {start}, which is not an i64 without dims, or with the dims before the first that is cut; use start"
             )
         _rows(rows, x.shape[axis])
     return unsharded(x)

@@ -52,7 +52,7 @@ def _infer(kinds: tuple[str, ...]) -> Infer:
         axes = checked_axes(op[AXES], len(x.dims))
         combine = OPS[op.kind].combine
         if combine and not combine.identity and Size(0) in [x.shape[axis] for axis in axes]:
-            raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
+            raise Mismatch(f"{x} has no elements along axis={axes}, so it has no {op.kind}; reduce a dim with elements")
         dims = tuple(Dim(ONE if i in axes else size) for i, size in enumerate(x.shape) if op[KEEPDIMS] or i not in axes)
         return TensorType(x.dtype, dims)
 

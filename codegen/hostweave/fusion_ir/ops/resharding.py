@@ -20,9 +20,9 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     axis, sources = checked_axis(op[AXIS], x), op[SOURCES]
     named = [source for source in sources if source != NO_SOURCE]
     if not sources or any(not 0 <= source < len(sources) for source in named):
-        raise Mismatch(f"sources={sources}: each is one of the {len(sources)} blocks, from 0 on, or {NO_SOURCE} for zeros")
+        raise Mismatch(f"sources={sources}: each must be one of the {len(sources)} blocks, numbered from 0, or {NO_SOURCE} for zeros")
     if len(set(named)) < len(named):
-        raise Mismatch(f"sources={sources}: a block goes to one place at most; use hw.concat to repeat one")
+        raise Mismatch(f"sources={sources}: each block is named once at most; use hw.concat to repeat one")
     if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
         raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give as many sources as divide it")
     return unsharded(x)
