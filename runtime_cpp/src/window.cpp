@@ -55,9 +55,9 @@ int loaded_nccl() {
 
 [[noreturn]] void too_old(const std::string& needed) {
   const int version = loaded_nccl();
-  throw ExecutionError("transport one_sided needs " + needed + ", but the loaded one is " +
-                       std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-                       std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
+  throw ExecutionError("transport one_sided needs " + needed + ", but the loaded one is " + std::to_string(version / 10000) +
+                       "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100) +
+                       "; load a later one, or compile with transport=\"two_sided\"");
 }
 #endif
 
@@ -133,8 +133,7 @@ struct WindowArena::Windows {
 
   const Registered& registered(const Channel& channel) const {
     const auto found = std::ranges::find(channels_, &channel);
-    if (found == channels_.end())
-      throw ExecutionError("the windows of the program are not registered with this channel");
+    if (found == channels_.end()) throw ExecutionError("the windows of the program are not registered with this channel");
     return memory_.registered[found - channels_.begin()];
   }
 

@@ -8,8 +8,8 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// kPanels panels side by side, each kRows rows of 64 elements of 16 bits, of an operand that is read along its rows (or, if
-// kDown, down its columns) stage by stage. Chunks of 8 elements are permuted: the 128-byte swizzle.
+// Panels of an operand, loaded stage by stage: kPanels side by side, each kRows rows of 64 elements of 16 bits. The operand is
+// read along its rows, or down its columns if kDown. Chunks of 8 elements are permuted: the 128-byte swizzle.
 template <class T, int kRows, int kPanels, bool kDown>
 struct Panels {
   static constexpr int kRowBytes = 128, kPanelBytes = kRows * kRowBytes, kEach = kGroupedThreads / 8;
@@ -56,7 +56,7 @@ struct Panels {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   }
 
-  // What wgmma takes for a matrix in a stage: start, distance of panels, distance of eight rows, 128-byte swizzle.
+  // Descriptor of a matrix in a stage, for wgmma: start, distance of panels, distance of eight rows, 128-byte swizzle.
   __device__ static uint64_t matrix(unsigned at) {
     return (at & 0x3FFFF) >> 4 | uint64_t{kPanelBytes >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
