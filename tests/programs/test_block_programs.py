@@ -162,7 +162,7 @@ def test_32_layers_of_llama() -> None:
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 1  # in a loop
-    assert "layer(x_2_taken, in.layers[i], cos_angles_, sin_angles_, x_2_given, out.layers[i], caller);" in source
+    assert "layer(x_2_before, in.layers[i], cos_angles_, sin_angles_, x_2_i, out.layers[i], caller);" in source
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
@@ -214,8 +214,8 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
     assert re.search(r"LayerInputs layers\[5\]; +// w2_1_t to b_5", program.sources["program.h"])
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
-    assert "layer(x_2_taken_first, in.layers[i], scale, x_2_given, caller);" in lines[loop:]
-    assert "last(y_taken, in.layers[0], y_given, caller);" in lines[loop:]  # `last` uses it too
+    assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
+    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` uses it too
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -261,8 +261,8 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
     fusion = program_of(5)
     program = compiled(fusion)
     code = re.sub(r"\s+", " ", program.source[program.source.index("HW_CHECK(arena_.begin_call(caller));") :])
-    assert "layer(x_2_taken_first, in.layers[i], in.layers_2[i], x_2_given," in code
-    assert "back(x_11_taken, in.layers[4 - i], in.layers_2[4 - i]," in code
+    assert "layer(x_i, in.layers[i], in.layers_2[i], x_2_i," in code
+    assert "back(x_11_before, in.layers[4 - i], in.layers_2[4 - i]," in code
     assert "update(in.layers[i], back_add_x_i_2, out.updates[i], caller); }" in code
     assert code.count("for (int64_t i = 0; i < 5; ++i) {") == 3
     for rows in (7, 2):
@@ -296,7 +296,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
     program = compiled(stateful)
     lines = [line.strip() for line in program.source.splitlines()]
-    assert "layer(x_5_taken_first, in.layers[i], x_5_given, out.layers[i], layer_sum_kept_i, caller);" in lines
+    assert "layer(x_i, in.layers[i], x_5_i, out.layers[i], layer_sum_kept_i, caller);" in lines
     hand_over = 'HW_CHECK(hw::take_over({"kept_", member, "_updated"}, in.layers[member].kept, out.layers[member].kept_updated, caller));'
     assert [lines.count("take_over(in, out, caller);"), lines.count(hand_over)] == [1, 1]
     assert "LayerOutputs layers[4];" in program.sources["program.h"]
@@ -353,7 +353,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
         return x
 
     program = compiled(scaled)
-    assert "in.layers[i], x_2_given, caller)" in program.source
+    assert "in.layers[i], x_2_i, caller)" in program.source
     assert ("in.layers[3].scale" in program.source) == ("" not in order)
     arrays = random_arrays(scaled, {"M": 6, "E": 5}, seed=1)
     expect(scaled, arrays, program.run(**arrays, ranks=True))

@@ -137,7 +137,29 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
     assert sum("where" in name for name in kernels) == 2
     assert not [name for name in kernels if "broadcast" in name]
-    assert source.count(".multiply(tangents_1_resharded_gathered_") == 2  # with the weight, and for its gradient
+    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # with the weight, and for its gradient
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        logits = self.head(nn.functional.dropout(x, 0.5))
+        return {"loss": nn.functional.cross_entropy(logits, labels.view(-1)), "logits": logits}
+
+
+def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() -> None:
+    inputs = {"x": torch.randn(6, 4), "labels": torch.randint(8, (2, 3))}
+    compiled = hostweave.torch.compile(
+        Classifier().train(), hw.Mesh(tp=2), {"head.weight": "tp, -", "head.bias": "tp"}, inputs, training=True
+    )
+    program, backward = compiled.program.host, compiled.backward.host
+    assert [result.name for result in program.results][:2] == ["loss", "logits"]
+    assert [result.name for result in backward.results] == ["gradient_head_weight", "gradient_head_bias"]
+    assert {"gradient_loss", "gradient_logits", "labels"} <= {argument.name for argument in backward.arguments}
+    assert not [result.name for result in program.results if "view" in result.name]
 
 
 class LossOf(nn.Module):

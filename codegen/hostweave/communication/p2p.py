@@ -44,7 +44,7 @@ class _Scatter(_Swap):
         self.landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(self.size), *landed)))
         sender = Var(b.let("sender", (self.rank - 1 - steps.distance) % self.size))
         terms = b.select(self.landing, 0, sender, f"{self.landing}_{steps.index.name}")
-        term = chunk(b, replace(steps, start=0), terms, value, dim, suffix="landing")
+        term = chunk(b, replace(steps, start=0, suffix="landing"), terms, value, dim)
         self.swap(source, steps.owned_by, term, sender, steps)
 
     def after_join(self) -> None:

@@ -85,7 +85,7 @@ class Gather(_Loop):
 
     def put(self, steps: Steps) -> None:
         """Puts a chunk of this rank's shard to the rank that takes it in this step."""
-        own = replace(steps, owner=self.rank)
+        own = replace(steps, owner=self.rank, suffix="own")
         self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
 
     def source(self, own: Steps) -> str:

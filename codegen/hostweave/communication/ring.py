@@ -52,7 +52,7 @@ class _PassedOn(_Ring):
                 f"{self.op.kind}: a ring needs contiguous blocks, so it must stream the outermost dim; use algorithm='p2p'",
                 self.op.location,
             )
-        return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim, suffix="next")
+        return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
     def arrivals(self, steps: Steps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
         """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the events, one

@@ -107,6 +107,7 @@ class Steps:
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
     rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
     start: int = 0
+    suffix: str = ""  # of names of chunks. "" is that of the iteration: the loop index
 
     @property
     def subchunks(self) -> Size:
@@ -141,7 +142,7 @@ class Steps:
     @property
     def next_hop(self) -> Steps:
         """The ring iteration whose block the neighbour sends in this iteration."""
-        return replace(self, owner=(self.owned_by - 1) % self.shards)
+        return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
         """Number of shards of this dim in a rank's local tensor of a value."""
@@ -185,12 +186,12 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
     return number
 
 
-def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:
+def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
     """View of the chunk of one iteration in `buffer`, which holds `value` with its dims in order.
 
     If the iteration takes a slice of several shards, the dim becomes two: the shards, and the slice of each.
     """
-    index, wanted = steps.block, f"{value.name}_{suffix or steps.index.name}"
+    index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
     if steps.splits(value, dim):
         buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
         dim = dim + 1

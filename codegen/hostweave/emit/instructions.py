@@ -67,8 +67,10 @@ class Emitter:
         """C++ of a body. Source lines of the user stand as comments above their instructions."""
         text, body = "", _joined(body)
         for number, i in enumerate(body):
-            before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
-            shown = "".join(f"{comment}\n" for comment in self.comments) if self.comments != before else ""
+            lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join ends the work above it
+            before, self.comments = self.comments, lines or self.comments
+            continued = len(before) if self.comments[: len(before)] == before else 0  # these lines stand above already
+            shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
             code = self.instruction(i, last=i is body[-1])
             if code:
                 text += shown + code

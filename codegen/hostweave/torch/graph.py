@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,6 +63,7 @@ class Graph:
     gathered: dict[Node, Axes] = field(default_factory=dict)  # the shardings in which parameters are used
     results: list[Axes | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
     labels: list[str] = field(default_factory=list)  # the names of outputs, where they have some
+    spec: Any = None  # PyTorch's description of what the module returns
     update: Update | None = None
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
@@ -125,6 +126,12 @@ class Graph:
         (output,) = (node for node in self.fx.nodes if node.op == "output")
         returned = list(output.args[0])
         return returned[self.tokens + len(self.written) :]
+
+    @cached_property
+    def keys(self) -> dict[Node, str]:
+        """Values that the module returns under a key, such as `loss`."""
+        named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
+        return {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
 
     @property
     def donated(self) -> dict[str, int]:
@@ -304,7 +311,22 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
         value = exported.state_dict.get(name, exported.constants.get(name))
         origins[node] = Origin(_KINDS[spec.kind], name, value)
     tokens = sum(spec.kind is OutputKind.TOKEN for spec in exported.graph_signature.output_specs)
-    return Graph(exported.graph, origins, layouts, mesh, written=written, checks=checks, tokens=tokens, is_derived_from=is_derived_from)
+    spec = exported.call_spec.out_spec
+    return Graph(
+        exported.graph, origins, layouts, mesh, written=written, checks=checks, tokens=tokens, is_derived_from=is_derived_from, spec=spec
+    )
+
+
+def _keys_in(spec: Any, path: str = "") -> Iterator[str]:
+    """Keys of a module's results in what it returns, such as fields of classes, joined by "_". Places in tuples are numbers."""
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    keys = getattr(spec.context, "_fields", spec.context)
+    if not isinstance(keys, list | tuple) or list(map(type, keys)) != [str] * len(children):
+        keys = range(len(children))
+    if not children and spec.num_leaves:
+        yield path
+    for key, child in zip(keys, children, strict=True):
+        yield from _keys_in(child, f"{path}_{key}" if path else str(key))
 
 
 _KINDS = {

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections import ChainMap, Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -88,8 +88,18 @@ class Joint:
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
         graph.results = [*self._of_results, *(None for _ in self.saved)]
-        graph.labels = [*(["y"] if len(self.results) == 1 else ("" for _ in self.results)), *self.saved.values()]
+        graph.labels = [*self._labels("y"), *self.saved.values()]
         return graph
+
+    def _labels(self, alone: str) -> list[str]:
+        """Names of the results: the keys under which the module returns them. A single result without a key is called `alone`."""
+        return [self.outer.keys.get(node, alone if len(self.results) == 1 else "") for node in self.results]
+
+    @property
+    def tangents(self) -> dict[str, str]:
+        """Names of the gradients of results, by the names that they have in the graphs."""
+        labels = [label for label, has in zip(self._labels("y"), self.differentiable, strict=True) if has]
+        return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
         """Graph of the results and then of the parameters' gradients. The one scalar result is the loss.
@@ -107,7 +117,7 @@ class Joint:
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)
         graph.results = [*self._of_results, *of_gradients]
-        graph.labels = [*("" for _ in self._of_results), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
+        graph.labels = [*self._labels("loss"), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
         return graph
 
     def _joined(self) -> GraphModule:
@@ -153,7 +163,7 @@ class Joint:
         axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
         origins, stated = self._origins(self.backward), dict[str, Axes | None]()
         tangents = [one for one, has in zip(axes, self.differentiable, strict=False) if has]
-        stated.update({f"tangents_{number + 1}": one for number, one in enumerate(tangents)})
+        stated.update(zip(self.tangents.values(), tangents, strict=True))
         of_name = {node.name: node for node in origins}
         for (saved, name), one in zip(self.saved.items(), axes[len(self.results) :], strict=True):
             node, stated[name] = of_name[saved.name], one
@@ -199,7 +209,7 @@ class Joint:
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 source = self.source_of(node)
-                origins[node] = Origin("argument", node.name) if source is None else self.origins[source]
+                origins[node] = Origin("argument", self.tangents.get(node.name, node.name)) if source is None else self.origins[source]
             elif node.op == "get_attr":
                 origins[node] = Origin("constant", node.target, getattr(part, node.target))
         return origins
@@ -271,6 +281,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
+    _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
 
@@ -406,6 +417,19 @@ def _simplify(made: GraphModule) -> None:
             node.meta["stack_trace"] = trace
     made.graph.eliminate_dead_code()
     made.recompile()
+
+
+def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
+    """Has the backward pass take views of sources again, which the forward pass would have to copy in order to save them."""
+    views = {node for node in made.graph.nodes if node.name in sources}
+    for node in made.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        is_view = node.target is operator.getitem or (
+            schema and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
+        )
+        if node.op == "call_function" and is_view and node.all_input_nodes and views.issuperset(node.all_input_nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            views.add(node)
 
 
 def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:

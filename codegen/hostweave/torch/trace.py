@@ -81,9 +81,10 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
                 _run(graph, values, node)
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
-        for (number, _), value in zip(outputs, made, strict=True):
-            if graph.labels and graph.labels[number] and value._op is not None:
-                value.named(unique_name(graph.labels[number], value._trace.named))  # an argument may have that name
+        for (number, node), value in zip(outputs, made, strict=True):
+            label = graph.labels[number] if graph.labels else graph.keys.get(node)
+            if label and value._op is not None:
+                value.named(unique_name(label, value._trace.named))  # an argument may have that name
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"

@@ -86,8 +86,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* u_i = u_ + p * (M / 4 * F_x);
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, up, u_i, stream));
   }
-  // fusions_beyond_examples.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(ring_.join(caller));
+  // fusions_beyond_examples.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M, F_x));
   // fusions_beyond_examples.py:98  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));

@@ -61,10 +61,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // fusions_beyond_examples.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one functi ...
   const auto* x_sliced = x + rank_x * (M / 4 * E);
   for (int64_t i = 0; i < 3; ++i) {
-    auto* y_taken = i % 2 == 0 ? y_other_ : y;
-    auto* y_given = i % 2 == 0 ? y : y_other_;
-    const auto* y_taken_first = i == 0 ? x_sliced : y_taken;
-    layer(y_taken_first, in.layers[i], y_given, caller);
+    auto* y_before = i % 2 == 0 ? y_other_ : y;
+    auto* y_i = i % 2 == 0 ? y : y_other_;
+    const auto* x_i = i == 0 ? x_sliced : y_before;
+    layer(x_i, in.layers[i], y_i, caller);
   }
   HW_CHECK(arena_.end_call(caller));
 }
@@ -115,9 +115,8 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
       HW_CHECK(ncclGroupEnd());
     }
   }
-  // fusions_beyond_examples.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).na ...
-  // fusions_beyond_examples.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(ring_.join(caller));
+  // fusions_beyond_examples.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, layer_scattered_landing_, x, y, M, E));
 }
 

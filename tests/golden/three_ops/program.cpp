@@ -49,8 +49,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* a_i = a_ + i * (M / 3 * N);
     HW_CHECK(hw::launch_pdl(negative_a, hw::grid_of_elements<8>(M / 3 * N), stream, x_i, a_i, M, N));
   }
-  // single_device.py:53  b = (a * x).named("b")  # not streamed: between two loops
   HW_CHECK(ring_.join(caller));
+  // single_device.py:53  b = (a * x).named("b")  # not streamed: between two loops
   HW_CHECK(hw::launch_pdl(multiply_b, hw::grid_of_elements<8>(M * N), caller, a_, x, a_, M, N));
   // single_device.py:54  return (b + x).stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));

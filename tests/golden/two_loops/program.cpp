@@ -87,8 +87,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
-  // fusions_beyond_examples.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
+  // fusions_beyond_examples.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, matmul_v_, matmul_v_, M, F_x));
   // fusions_beyond_examples.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)

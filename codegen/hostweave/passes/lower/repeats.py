@@ -7,10 +7,10 @@ becomes, with two buffers that take turns for what is carried from call to call,
     %y_other = allocate bf16[M, K]
     copy %x -> %y_other
     for %i in 0..depth {
-      %y_taken = choose %y_other if %i % 2 == 0 else %y
-      %y_given = choose %y if %i % 2 == 0 else %y_other
+      %y_before = choose %y_other if %i % 2 == 0 else %y
+      %y_i = choose %y if %i % 2 == 0 else %y_other
       %w_i = select %w[0: %i]
-      call @layer %y_taken, %w_i -> %y_given
+      call @layer %y_before, %w_i -> %y_i
     }
 
 if `depth` is odd. Nothing else depends on it.
@@ -70,9 +70,9 @@ class Repeats:
             sources = {number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH]}
             for number, first in lagged_by(op).items():
                 before = b.select(given[number], 0, (at + (expr_of(depth) - 1)) % expr_of(depth), f"{given[number]}_before")
-                sources[number] = b.choose(at.equals(0), given[first], before, f"{given[number]}_or_first")
+                sources[number] = b.choose(at.equals(0), given[first], before, f"{function.inputs[number].name}_{index.name}")
             for operand, result in pairs.items():
-                sources[operand], targets[result] = self.turn(op, carried[operand], index)
+                sources[operand], targets[result] = self.turn(op, carried[operand], index, function.inputs[operand].name)
             places = {number: b.select(buffer, 0, at, f"{buffer}_{index.name}") for number, buffer in whole.items()}
             targets |= places | apart
             operands = tuple(sources.get(number, buffer) for number, buffer in enumerate(given[: len(function.inputs)]))
@@ -133,23 +133,24 @@ class Repeats:
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
-    def turn(self, op: Op, carried: _Carried, index: Var) -> tuple[str, str]:
-        """The buffer that a call takes, and the one that it gives to the next call."""
+    def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
+        """The buffer that a call takes as a parameter, and the one that it gives to the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
+        own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
             count = expr_of(op[DEPTH])
             at, way = (count - 1 - index, Const(1)) if op[BACKWARD] else (index, count - 1)
             before = b.select(first, 0, (at + way) % count, f"{name}_before")
-            given = b.select(first, 0, at, f"{name}_given")
-            return b.choose(index.equals(0), carried.source, before, f"{name}_taken"), given
+            given = b.select(first, 0, at, own)
+            return b.choose(index.equals(0), carried.source, before, taken), given
         if carried.keeps:
             step, further = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
-            return b.select(first, 0, step, f"{name}_taken"), b.select(first, 0, step + further, f"{name}_given")
+            return b.select(first, 0, step, taken), b.select(first, 0, step + further, own)
         if not others:
             return first, first
         is_even, (second,) = (index % 2).equals(0), others
-        taken, given = b.choose(is_even, first, second, f"{name}_taken"), b.choose(is_even, second, first, f"{name}_given")
-        return taken if carried.is_copied else b.choose(index.equals(0), carried.source, taken, f"{name}_taken_first"), given
+        before, given = b.choose(is_even, first, second, f"{name}_before"), b.choose(is_even, second, first, own)
+        return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str) -> None:
         """Says where the last of what is carried is, and what all calls took, where one buffer keeps all."""
