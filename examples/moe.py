@@ -8,12 +8,13 @@ choice, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
 import hostweave as hw
 
 mesh = hw.Mesh(ep=4)
-T = "T@ep"  # tokens
+T = "T@ep"  # tokens; "T@dp,ep" on a mesh with an axis dp
 EXPERTS = 8
 TOP = 2
 dtype = hw.bf16
 E = f"{EXPERTS}@ep"
-LAYER = {"router": dtype["H", EXPERTS], "bias": hw.f32[EXPERTS], "w1": dtype[E, "H", 2, "I"], "w2": dtype[E, "I", "H"]}
+INNER = "I"  # inner dim of the experts; "I@tp" on a mesh with an axis tp
+LAYER = {"router": dtype["H", EXPERTS], "bias": hw.f32[EXPERTS], "w1": dtype[E, "H", 2, INNER], "w2": dtype[E, INNER, "H"]}
 
 
 def routed(x, router, bias):
@@ -26,7 +27,7 @@ def routed(x, router, bias):
 
 def of_ranks(w):
     """Matrices of experts [E, K, ...] as [R, E/R, K, N], those of each rank."""
-    ranks = mesh.size
+    ranks = mesh.axis_size("ep")
     return hw.reshape(w, ranks, EXPERTS // ranks, w.shape[1], -1)
 
 
@@ -71,8 +72,8 @@ def moe_backward(x, dy, router, bias, w1, w2):
     dx = hw.moe_combine(hw.grouped_matmul(both, turned(w1), routing.ends), routing)
 
     # The router: of weights w = c / sum(c), of the softmax, and of the product.
-    wide = hw.astype(hw.moe_return(y, routing), hw.f32) * hw.astype(dy, hw.f32)[:, None]
-    dweights = hw.sum(wide, axis=2)
+    wide = hw.astype(y, hw.f32) * hw.astype(hw.moe_dispatch(dy, routing), hw.f32)
+    dweights = hw.moe_return(hw.sum(wide, axis=2, keepdims=True), routing)[:, :, 0]
     dchosen = (dweights - hw.sum(dweights * weights, axis=1, keepdims=True)) / hw.sum(chosen, axis=1, keepdims=True)
     dscores = hw.sum(dchosen[:, :, None] * hw.one_hot(experts, EXPERTS, hw.f32), axis=1)
     dlogits = hw.astype(scores * (dscores - hw.sum(dscores * scores, axis=1, keepdims=True)), x.dtype)

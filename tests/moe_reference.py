@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-T, H, INNER, TOP = 24, 6, 5, 2
+T, H, INNER, TOP = 24, 6, 8, 2
 ROUTINGS = ("learned", "one expert", "one rank", "the last rank gets none", "skewed")
 
 

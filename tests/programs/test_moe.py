@@ -57,10 +57,34 @@ def test_every_routing(ranks: int, transport: str) -> None:
         expect(interpret(hosts["moe_backward"], given), hosts["moe_backward"], gradients)
 
 
-def test_rows_travel_twice() -> None:
-    """Rows go by one all-to-all, and come back by one. Besides them only counts travel."""
-    sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.AllToAll)]
-    assert len(sent) == 3
+def test_tokens_travel_once_each_way() -> None:
+    """All ranks gather the tokens, and add their sums by one reduce-scatter. Besides these only ids and weights travel."""
+    sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.Communication)]
+    assert [type(i) for i in sent].count(ir.ReduceScatter) == 1
+    gathered = [i.src for i in sent if isinstance(i, ir.AllGather)]
+    assert gathered.count("x") == 1
+    assert len(sent) == 1 + len(gathered) == 4
+
+
+MESHES = [{"ep": 2, "tp": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for axes in ({"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2}))]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_meshes(axes: dict[str, int]) -> None:
+    """Experts are sharded over `ep`, their inner dim over `tp`, and tokens over `dp` and `ep`."""
+    constants: dict[str, Any] = {"mesh": hw.Mesh(**axes), "EXPERTS": 8, "TOP": TOP, "dtype": hw.f64}
+    constants |= {"INNER": "I@tp"} if "tp" in axes else {}
+    constants |= {"T": "T@dp,ep"} if "dp" in axes else {}
+    found = load_file(EXAMPLES / "moe.py", constants)
+    hosts = [lower(fusion, Options()) for fusion in (found.moe, found.moe_backward)]
+    for host, fusion in zip(hosts, (found.moe, found.moe_backward), strict=True):
+        check(host, fusion=fusion)
+    for routing in ROUTINGS:
+        given = arrays(routing, 2)
+        y, gradients = one_device(**given)
+        for host, wanted in zip(hosts, ((y,), gradients), strict=True):
+            names = {parameter.name for parameter in host.inputs}
+            expect(interpret(host, {name: array for name, array in given.items() if name in names}), host, wanted)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])

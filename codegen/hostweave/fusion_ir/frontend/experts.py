@@ -137,7 +137,7 @@ class Routing:
     """Places of tokens on the ranks of their experts, from `moe_routing`.
 
     - `ends`, i32 [R, E/R]: end of the rows of each expert on each of R ranks, the offsets for `grouped_matmul`.
-    - `rows`: number of rows that a rank may receive. Rows after the last end are unused.
+    - `rows`: number of rows that a rank may have. Rows after the last end are unused.
     """
 
     ends: Tensor
@@ -145,13 +145,9 @@ class Routing:
     axes: tuple[str, ...]
     ranks: int
     choices: int
-    capacity: Size  # rows that a rank may send to each rank
-    _order: Tensor  # [R, L]: choices of a rank's tokens, in the order of their experts
-    _sent: Tensor  # [R, R * C]: place in that order of what is sent to each rank
-    _received: Tensor | None  # [R, R * C]: received rows, in the order of experts; None on one rank
-    _returned: Tensor | None  # inverse of it
-    _slots: Tensor  # [R, L]: place of a choice among the rows that are sent
-    _is_sent: Tensor | None  # [R, L]: False if its expert's rank has no room; None if all have
+    _order: Tensor  # [R, rows]: choice of each row, in the order of the rank's experts
+    _places: Tensor  # [R, T, k]: row of each choice; 0 on the ranks that do not have its expert
+    _is_own: Tensor  # [R, T, k]: True if the rank has the choice
 
 
 @checked
@@ -159,8 +155,9 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     """Decides where tokens go: each to the ranks that have its experts. `experts` [T, k] are ints, the experts of each token.
 
     Mesh axes `axes` have R ranks. Tokens and experts are sharded over them: rank r has experts r * E/R to before (r + 1) * E/R.
+    All ranks gather the ids, and each computes which choices are its own.
 
-    A rank sends at most `capacity` rows to each rank. The default is all choices of its tokens, so that none is dropped. With a smaller
+    A rank sends at most `capacity` choices to each rank. The default is all choices of its tokens, so that none is dropped. With a smaller
     one, choices without room are dropped: those of the last tokens of the last experts. Counts are known only at the call, and stay on the
     device.
 
@@ -181,39 +178,43 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     if num_experts % ranks:
         raise ProgramError.here(f"moe_routing: {ranks} ranks do not divide {num_experts} experts; use a mesh that does")
     choices, own = int(experts.type.shape[1]), num_experts // ranks
-    length = experts.type.shape[0] // ranks * choices  # choices of a rank's tokens
-    room = length if capacity is None else _size_of(capacity, "moe_routing")
-    split = "@" + ",".join(names) if names else ""
+    total = experts.type.shape[0] * choices
+    split = f"{ranks}@{','.join(names)}" if names else str(ranks)
+    ids, rows = hw.astype(experts, i64), total
+    if capacity is not None:
+        room = _size_of(capacity, "moe_routing")
+        ids, rows = _with_room(ids, room, num_experts, split, ranks), room * ranks
+    flat = _on_all_ranks(hw.reshape(ids, str(total)))
+    number = hw.reshard(record("iota", target=TensorType(i64, (Dim(Size(ranks)),)), beside=flat), split)
+    local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
+    is_own = (local >= 0) & (local < own)
+    local = hw.where(is_own, local, own)
+    order = indices.argsort(local, 1)  # the sort is stable: for each expert in the order of the tokens
+    places = hw.where(is_own, indices.argsort(order, 1), 0)
+    every = record("iota", target=TensorType(i64, (Dim(Size(own)),)), beside=local)
+    counts = hw.sum(hw.astype(hw.expand_dims(local, 2) == every, i64), 1)
+    ends = hw.astype(indices.cumsum(counts, 1), i32)
+    if capacity is not None:
+        slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
+        last = hw.iota(flat, 0, i64)[-1:]
+        order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
+    order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # unused rows are all alike, and cost no reads of memory
+    of_choices = ranks, str(experts.type.shape[0]), choices
+    places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
+    return Routing(ends, rows, names, ranks, choices, order, places, is_own)
 
-    def of_ranks(x: Tensor, *dims: Size | int) -> Tensor:
-        return hw.reshard(hw.reshape(x, ranks, *map(str, dims)), f"{ranks}{split}", *map(str, dims))
 
-    ids = of_ranks(hw.astype(experts, i64), length)
-    order = indices.argsort(ids, 1)
-    places = indices.argsort(order, 1)  # the inverse
-    every = record("iota", target=TensorType(i64, (Dim(Size(num_experts)),)), beside=ids)
-    counts = hw.sum(hw.astype(hw.expand_dims(ids, 2) == every, i64), 1)  # [R, E]: of each source
-    to_ranks = hw.sum(hw.reshape(counts, ranks, ranks, own), 2)
-    begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: place in the order of the first row for each rank
-    slot = record("iota", target=TensorType(i64, (Dim(room),)), beside=ids)
-    many = _number(room, ids)
-    sent = record("start", hw.expand_dims(begins, 2) + slot, hw.iota(ids, 1, i64))  # what is not needed repeats the last one
-    sent = hw.reshape(sent, ranks, str(room * ranks))
-    target = ids // own
-    in_block = places - indices.take_along_axis(begins, target, 1)
-    is_sent = None if capacity is None else in_block < many
-    slots = target * many + (in_block if capacity is None else hw.minimum(in_block, many - 1))
-    # On the rank of the experts: where the rows of each of its experts end in the block of each source.
-    arrived = hw.reshard(hw.reshape(counts, ranks, ranks, own), ranks, f"{ranks}{split}", own)
-    upto = indices.cumsum(hw.permute_dims(arrived, (1, 0, 2)), 2)  # [rank, source, expert]
-    upto = upto if capacity is None else hw.minimum(upto, many)
-    ends = hw.astype(indices.cumsum(hw.sum(upto - _before(upto), 1), 1), i32)
-    received = returned = None
-    if ranks > 1:
-        expert = hw.sum(hw.astype(hw.expand_dims(slot, 1) >= hw.expand_dims(upto, 2), i64), 3)  # of each row; E/R: unused
-        received = indices.argsort(hw.reshape(expert, ranks, str(room * ranks)), 1)
-        returned = indices.argsort(received, 1)
-    return Routing(ends, room * ranks, names, ranks, choices, room, order, sent, received, returned, slots, is_sent)
+def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
+    """Replaces the experts of choices for which their rank has no room by `num_experts`, an expert that no rank has."""
+    length = ids.type.shape[0] // ranks * ids.type.shape[1]
+    own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
+    places = indices.argsort(indices.argsort(own, 1), 1)  # of a rank's choices in the order of their experts
+    target = own // (num_experts // ranks)
+    every = record("iota", target=TensorType(i64, (Dim(Size(ranks)),)), beside=own)
+    to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
+    begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: place of the first choice for each rank
+    has_room = places - indices.take_along_axis(begins, target, 1) < _number(room, own)
+    return hw.reshape(hw.where(has_room, own, num_experts), *map(str, ids.type.shape))
 
 
 def _number(size: Size, beside: Tensor) -> Tensor | int:
@@ -229,80 +230,66 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
     end; rows after these are unused, and have any values. `weights` [T, k] multiply the rows, as in the gradient of `moe_combine`. It is
     the transpose of `moe_combine`.
 
-    Each rank sends blocks of `capacity` rows to each other rank, by one all-to-all, whatever the routing is.
+    All ranks gather x, and each copies the rows that it needs. So a token travels once to each rank, however many of its experts are there.
 
     Raises ProgramError for other shapes.
 
     Example: see `moe_routing`.
     """
-    ranks, room = routing.ranks, routing.capacity
-    width = x.type.shape[1]
-    rows = _of_sources(x, routing)
-    tokens = indices.take_along_axis(routing._order, routing._sent, 1) // routing.choices
-    sent = indices.take_along_axis(rows, hw.expand_dims(tokens, 2), 1)
-    if weights is not None:
-        factor = indices.take_along_axis(_of_choices(weights, routing), indices.take_along_axis(routing._order, routing._sent, 1), 1)
-        sent = sent * hw.astype(hw.expand_dims(factor, 2), x.dtype)
-    if routing._received is None:
-        return sent
-    there = hw.reshard(hw.reshape(sent, ranks, ranks, str(room), str(width)), ranks, _split(routing), str(room), str(width))
-    blocks = hw.reshape(hw.permute_dims(there, (1, 0, 2, 3)), ranks, str(routing.rows), str(width))
-    return indices.take_along_axis(blocks, hw.expand_dims(routing._received, 2), 1)
+    rows = indices.take(_on_all_ranks(x), routing._order // routing.choices, 0)
+    if weights is None:
+        return rows
+    flat = hw.reshape(weights, str(weights.type.shape[0] * routing.choices))
+    factor = indices.take(_on_all_ranks(flat), routing._order, 0)
+    return rows * hw.astype(hw.expand_dims(factor, 2), x.dtype)
 
 
 @_called("combined")
 def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     """Sends the rows of experts [R, rows, H] back, and adds those of each token: [T, H]. `weights` [T, k] multiply them.
 
-    The terms of a token are added in f32, in the order of its experts. Choices that were dropped add nothing.
+    The terms of a token are added in f32: those of each rank on that rank, and then the sums of the ranks, by one reduce-scatter.
+    Choices that were dropped add nothing.
 
     Raises ProgramError for other shapes.
 
     Example: see `moe_routing`.
     """
-    returned = moe_return(rows, routing)
-    wide = hw.astype(returned, f32) if returned.dtype.itemsize < f32.itemsize else returned
+    own = _rows_of_choices(rows, routing)
+    wide = hw.astype(own, f32) if own.dtype.itemsize < f32.itemsize else own
     if weights is not None:
-        wide = wide * hw.expand_dims(hw.astype(weights, wide.dtype), 2)
-    return hw.astype(hw.sum(wide, 1), rows.dtype) if wide.dtype != rows.dtype else hw.sum(wide, 1)
+        wide = wide * hw.expand_dims(hw.astype(_on_all_ranks(weights), wide.dtype), 2)
+    return hw.astype(_on_own_rank(hw.sum(wide, (0, 2)), routing), rows.dtype)
 
 
 @_called("returned")
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back: [T, k, H], one for each choice of a token. Those of dropped choices are zeros.
 
-    The gradient of the weights of `moe_combine` is the product of these rows with that of its result, summed over H.
+    It moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only one number of each choice: the
+    product of its row with that of the result's gradient, summed over H.
 
     Raises ProgramError for other shapes.
 
-    Example: `hw.sum(hw.moe_return(y, routing) * dy[:, None], -1)`.
+    Example: `hw.moe_return(hw.sum(y * hw.moe_dispatch(dy, routing), -1, keepdims=True), routing)`.
     """
-    ranks, room, width = routing.ranks, routing.capacity, rows.type.shape[-1]
-    if routing._returned is not None:
-        blocks = indices.take_along_axis(rows, hw.expand_dims(routing._returned, 2), 1)
-        apart = hw.permute_dims(hw.reshape(blocks, ranks, ranks, str(room), str(width)), (1, 0, 2, 3))
-        back = hw.reshard(apart, _split(routing), ranks, str(room), str(width))
-        rows = hw.reshape(back, ranks, str(room * ranks), str(width))
-    own = indices.take_along_axis(rows, hw.expand_dims(routing._slots, 2), 1)
-    own = own if routing._is_sent is None else hw.where(hw.expand_dims(routing._is_sent, 2), own, 0.0)
-    return hw.reshape(own, str(own.type.shape[0] * own.type.shape[1] // routing.choices), routing.choices, str(width))
+    return _on_own_rank(hw.sum(_rows_of_choices(rows, routing), 0), routing)
 
 
-def _split(routing: Routing) -> str:
-    """The dim of the ranks, sharded."""
-    return f"{routing.ranks}@{','.join(routing.axes)}" if routing.axes else str(routing.ranks)
+def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
+    """Rows of experts [R, rows, H] as [R, T, k, H]: each rank has those of its own choices, and zeros for others."""
+    own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
+    return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 
 
-def _of_sources(x: Tensor, routing: Routing) -> Tensor:
-    """Tokens [T, H] as [R, T/R, H], sharded by ranks."""
-    dims = (str(x.type.shape[0] // routing.ranks), *map(str, x.type.shape[1:]))
-    return hw.reshard(hw.reshape(x, routing.ranks, *dims), _split(routing), *dims)
+def _on_all_ranks(x: Tensor) -> Tensor:
+    return hw.reshard(x, *map(str, x.type.shape))
 
 
-def _of_choices(weights: Tensor, routing: Routing) -> Tensor:
-    """Weights [T, k] as [R, T/R * k], sharded by ranks."""
-    length = str(weights.type.shape[0] // routing.ranks * routing.choices)
-    return hw.reshard(hw.reshape(weights, routing.ranks, length), _split(routing), length)
+def _on_own_rank(x: Tensor, routing: Routing) -> Tensor:
+    """Shards the tokens over the axes of the routing."""
+    tokens, *others = map(str, x.type.shape)
+    return hw.reshard(x, f"{tokens}@{','.join(routing.axes)}" if routing.axes else tokens, *others)
 
 
 if not TYPE_CHECKING:
