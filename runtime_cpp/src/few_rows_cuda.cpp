@@ -74,7 +74,8 @@ struct ScaledKernels {
   using Kernel = void (*)(FewRows<f8e4m3, 1>, ProductScales, ProductEnd<Result>);
 
   static Kernel kernel(bool of_blocks, bool many, int threads) {
-    if (many) return of_blocks ? multiply_16_rows_of_scaled_blocks : multiply_16_scaled_rows;
+    const Kernel of_many[] = {multiply_16_scaled_rows, multiply_16_rows_of_scaled_blocks};
+    if (many) return of_many[of_blocks];
     const Kernel of_sizes[2][2] = {
         {multiply_few_scaled_rows, multiply_few_rows_of_scaled_blocks},
         {multiply_few_scaled_rows_by_large_blocks, multiply_few_rows_of_scaled_blocks_by_large_blocks}};
