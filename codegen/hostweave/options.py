@@ -57,6 +57,7 @@ class Options:
       operations, where host time shows. With transport one_sided, calls are graphs on all ranks or on none: the ranks meet before
       calls 3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last meeting had repeated arrays on every
       rank, calls are graphs until the next meeting, also for new arrays. By default no call is captured automatically.
+    - `stages`: "auto" reorders the stages of a pipeline over meshes, if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul and its sizes, with the program's epilogue, and uses the
       fastest instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the
       algorithms. All ranks use the same ones. Results are kept in the cache folder, by GPU and cuBLASLt version. The CPU target has
@@ -79,6 +80,7 @@ class Options:
     verify_calls: bool = False
     windows: tuple[str, ...] = ()
     graph: str | None = None
+    stages: str = "auto"
     tune: bool = False
     machine: Machine | None = field(default=None, repr=False)
     ways: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -116,6 +118,8 @@ class Options:
                 raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or leave it out")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
+        if self.stages not in ("auto", "as_written"):
+            raise ProgramError(f'Options: stages={self.stages!r} is neither "auto" nor "as_written"; write one of them')
         if self.graph not in (None, "auto"):
             raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
         if not isinstance(self.windows, tuple) or not all(isinstance(name, str) for name in self.windows):

@@ -14,12 +14,13 @@ from hostweave.base.errors import optional
 optional("torch", "hostweave.torch")
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import Pipe
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
@@ -30,6 +31,8 @@ from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.distributed import data_axes, of_all_ranks
 from hostweave.torch.exported import exported
 from hostweave.torch.generation import Generation
+from hostweave.torch.pipeline import Pipeline as Pipeline
+from hostweave.torch.pipeline import compiled_pipeline
 from hostweave.torch.plan import Layouts, layouts, mesh_of, states_inputs, without_inputs
 from hostweave.torch.programs import compiled
 from hostweave.torch.regions import ModelInRegions as ModelInRegions
@@ -39,7 +42,7 @@ from hostweave.torch.training import TrainingModule as TrainingModule
 
 
 def compile(
-    module: nn.Module,
+    module: nn.Module | Pipe | Sequence[nn.Module],
     mesh: Any,
     plan: Mapping[str, Any] | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] = (),
@@ -54,6 +57,9 @@ def compile(
     scaler: torch.amp.GradScaler | None = None,
     fp8: str | Mapping[str, str] | None = None,
     fullgraph: bool = True,
+    schedule: str | None = None,
+    microbatches: int = 1,
+    loss: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
@@ -88,11 +94,24 @@ def compile(
     With `fullgraph=False` ops that are missing, branches on values and side effects break the graph. What is returned is a ModelInRegions,
     which runs the regions between as programs and the rest eagerly. Its `explain` tells what fell out.
 
+    A Pipe of torch.distributed.pipelining, or a list of stages, is a pipeline for training; what is returned is a Pipeline. The mesh has an
+    axis pp for the stages, stage s at place `s % pp`. A stage takes what the one before returns. `example_inputs` is a whole batch, which a
+    call cuts along the first dim into `microbatches`. `loss(output, target)` is the loss, and `target` the last argument; without it the
+    last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the cost model choose the order.
+
     Raises ProgramError for a module that torch.export does not take, and for a plan that does not fit the module. Ops that are not
     supported are listed all at once, with the lines that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """
+    if isinstance(module, Pipe | list | tuple):
+        single = {"optimizer": optimizer, "fp8": fp8, "dynamic_shapes": dynamic_shapes, "scaler": scaler, "clip_grad_norm": clip_grad_norm}
+        if unfit := [name for name, value in single.items() if value is not None]:
+            raise ProgramError(f"hostweave.torch.compile: {unfit[0]}= is not supported for a pipeline; leave it out")
+        return compiled_pipeline(module, mesh, plan or {}, example_inputs, loss, microbatches, schedule or "auto", target, options)
+    if schedule is not None or microbatches != 1 or loss is not None:
+        why = "schedule=, microbatches= and loss= are for pipelines"
+        raise ProgramError(f"hostweave.torch.compile: {why}; pass a Pipe of torch.distributed.pipelining, or a list of stages")
     if not isinstance(module, nn.Module):
         raise ProgramError(f"hostweave.torch.compile: {module!r} is not a torch.nn.Module; pass the module, not its forward function")
     if isinstance(module, CompiledModule):

@@ -237,7 +237,13 @@ class Graph:
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
-        return TensorType(dtype_of(value.dtype), tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True)))
+        dims = tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True))
+        return TensorType(dtype_of(value.dtype), dims, mesh=self.part)
+
+    @property
+    def part(self) -> hw.Mesh | None:
+        """Its mesh, if that is a part of the program's."""
+        return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
         """The same, with these inputs whole on each rank, which takes its block of them. `results` are the types of its outputs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,21 +48,48 @@ Values = dict[Node, Any]
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
     """The fusion of a graph. Raises ProgramError, with the user's line, for what an op does not take."""
+    return _fusion(graph, name, _starts(graph, name, options))
+
+
+def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function, list[TensorType]]:
+    """A function that computes a graph on the graph's mesh, and the types of its results."""
+    starts = _starts(graph, name, options, f"{name}_")
+    outputs = [node for node in graph.outputs if node not in graph.constants]
+    types = [graph.type_of(node) for node in outputs]
+    if graph.mesh.size > 1:
+        flat = _with_shardings(_fusion(graph, name, {}, {}), options)
+        shardings = [flat.values()[output].type.dims for output in flat.outputs]
+        types = [replace(type, dims=dims) for type, dims in zip(types, shardings, strict=True)]
+    inputs: dict[str, Any] = {**graph.input_types}
+    return hw.block(**inputs)(_program(graph, name, starts)), types
+
+
+Starts = Mapping[Node, tuple[Layer, Function | Layer]]  # for the first node of a layer its function, or the layer whose results it has
+
+
+def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Starts:
+    """The function of each repeated layer, by the layer's first node. `prefix` begins the names of the functions."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
-    functions = {id(layer.like): _function(graph, layer.like, types) for layer in layers}
-    starts = {layer.nodes[0]: (layer, functions[id(layer.like)]) for layer in layers}
-    return _fusion(graph, name, starts)
+    functions = {id(layer.like): _function(graph, layer.like, types, prefix) for layer in layers}
+    return {layer.nodes[0]: (layer, functions[id(layer.like)]) for layer in layers}
 
 
-def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function | Layer]], names: dict[Node, str] | None = None) -> Fusion:
-    """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own.
+def _fusion(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | None = None) -> Fusion:
+    """With `names` the update is left out, as `_program` says."""
+    update = None if names is not None else graph.update
+    types: dict[str, Any] = {**(update.types if update else graph.input_types)}
+    donated = {} if names is not None else graph.donated
+    return hw.fusion(mesh=graph.mesh, donate=donated, **types)(_program(graph, name, starts, names))
+
+
+def _program(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
+    """The function that records a graph.
 
     With `names` the update is left out, and each node there is given the name of its value, "" for an input: several may have one value.
     """
-    is_inferred = names is not None
-    update, names = (None if is_inferred else graph.update), names or {}
+    update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = {node: inputs[of] for node, of in graph.names.items()}
@@ -96,8 +123,7 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
         return tuple(made)
 
     program.__name__ = name
-    types: dict[str, Any] = {**(update.types if update else graph.input_types)}
-    return hw.fusion(mesh=graph.mesh, donate={} if is_inferred else graph.donated, **types)(program)
+    return program
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
@@ -241,15 +267,18 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
     )
 
 
-def _inferred(
-    graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function | Layer]], names: dict[Node, str], options: Options
-) -> dict[Node, TensorType]:
+def _inferred(graph: Graph, name: str, starts: Starts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
     """The shardings of the values of these nodes, as they are inferred for the program without functions."""
-    flat = _fusion(graph, name, starts, names)
-    for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
-        flat = apply(flat, options)
+    flat = _with_shardings(_fusion(graph, name, starts, names), options)
     types = {value.name: value.type for value in flat.values().values()}
-    return {node: replace(types[name], partial=None) for node, name in names.items() if name in types}
+    return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
+
+
+def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
+    """The program with the shardings of all its values."""
+    for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
+        fusion = apply(fusion, options)
+    return fusion
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
@@ -258,7 +287,7 @@ def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
-def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType]) -> Function:
+def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
     """The function of the layers like this one. What they pass on has the sharding that it has behind the first."""
     assert layer is not None
     taken: dict[str, None] = {}
@@ -278,6 +307,6 @@ def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType
             _run(graph, values, node)
         return tuple(values[node] for node in layer.results)
 
-    function.__name__ = layer.name
+    function.__name__ = f"{prefix}{layer.name}"
     donated = {names[argument]: result for argument, result in layer.written(graph).items()}
     return hw.block(donate=donated, **inputs)(function)

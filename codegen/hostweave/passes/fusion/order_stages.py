@@ -23,10 +23,11 @@ MOST_OF_TIME = 0.97  # a new order must take at most this share of the predicted
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
     """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster.
 
-    Keeps the order if the user streamed an op, and with `overlap="off"`.
+    Keeps the order if the user streamed an op, with `overlap="off"`, and with `stages="as_written"`.
     """
     streamed = any(op.result.stream for op in fusion.ops)
-    if options.overlap == "off" or streamed or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
+    is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
+    if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     in_ns = {name: round(time * 1e9) for name, time in times.items()}  # integers, so that equal sums compare equal

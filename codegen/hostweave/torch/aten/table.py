@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.plan import Axes
 from hostweave.types.tensor import DTYPES as BY_NAME
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import Dim, DType, TensorType
 
 T = TypeVar("T")
 Number = int | float | bool
@@ -127,4 +128,7 @@ def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
-    return hw.full(shape, float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value), dtype)
+    number = float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value)
+    if result.trace.type.mesh is None:
+        return hw.full(shape, number, dtype)
+    return record("fill", target=TensorType(dtype, tuple(map(Dim.of, shape))), beside=result.trace, written="full", value=number)

@@ -1,0 +1,218 @@
+"""Models that are cut into stages, compiled as pipelines: loss and gradients against torch on one device, and the order of stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+from hostweave.torch.schedules import SCHEDULES, Action, schedule_of  # noqa: E402
+
+WIDTH, WORDS, BATCHES = 8, 11, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Its last stage takes what the first one computes, past the stages between."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, ids: Any) -> Any:
+        x = first = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+def cross_entropy(output: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def expect_gradients(module: Any, want: Any) -> None:
+    for (name, one), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def chain(stages: int, schedule: str, ranks: int) -> tuple[Any, Any, Any, tuple[Any, Any]]:
+    """The modules, a copy of them, the compiled pipeline and its arguments."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(stages)))
+    given = torch.randn(2 * BATCHES, WIDTH), torch.randn(2 * BATCHES, WIDTH)
+    loss, want = nn.functional.mse_loss, copy.deepcopy(model)
+    step = hostweave.torch.compile(list(model), hw.Mesh(pp=ranks), {}, given, schedule=schedule, microbatches=BATCHES, loss=loss)
+    return model, want, step, given
+
+
+def expect_chain(stages: int, schedule: str, ranks: int) -> None:
+    model, want, step, (x, target) = chain(stages, schedule, ranks)
+    for _ in range(2):  # gradients are added to those that are there
+        wanted = nn.functional.mse_loss(want(x), target)
+        wanted.backward()
+        torch.testing.assert_close(step(x, target), wanted.detach())
+        expect_gradients(model, want)
+
+
+@pytest.mark.extra
+def test_stages_of_a_list() -> None:
+    expect_chain(2, "1f1b", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "schedule", "ranks"),
+    [(2, "gpipe", 2), (4, "gpipe", 2), (4, "interleaved", 2), (2, "zero_bubble", 2), (4, "zero_bubble", 2), (4, "1f1b", 4), (4, "auto", 4)],
+)
+def test_schedules(stages: int, schedule: str, ranks: int) -> None:
+    expect_chain(stages, schedule, ranks)
+
+
+PLANS = {
+    "tp": {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"},
+    "dp": {"ids": "dp, -", "target": "dp, -"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's pipeline() raises it
+@pytest.mark.parametrize(
+    ("axis", "schedule"),
+    [
+        pytest.param("tp", "zero_bubble", marks=pytest.mark.extra),
+        *(pytest.param(axis, name, marks=pytest.mark.slow) for axis, name in (("dp", "1f1b"), ("dp", "zero_bubble"), ("tp", "1f1b"))),
+    ],
+)
+def test_a_pipe_of_torch_with_another_axis(axis: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Model(2)
+    want = copy.deepcopy(model)
+    ids, target = torch.randint(0, WORDS, (8, 3)), torch.randint(0, WORDS, (8, 3))
+    pipe = pipeline(model, (ids[:4],), split_spec={"layers.1": SplitPoint.BEGINNING})
+    mesh = hw.Mesh(pp=2, **{axis: 2})
+    step = hostweave.torch.compile(pipe, mesh, PLANS[axis], (ids, target), schedule=schedule, microbatches=2, loss=cross_entropy)
+    wanted = cross_entropy(want(ids), target)
+    wanted.backward()
+    torch.testing.assert_close(step(ids, target=target), wanted.detach())
+    expect_gradients(model, want)
+
+
+@pytest.mark.extra
+def test_ranks_of_a_group_have_what_their_stages_have() -> None:
+    model, want, step, (x, target) = chain(2, "zero_bubble", 2)
+    wanted = nn.functional.mse_loss(want(x), target)
+    wanted.backward()
+    threads, losses = hw.Threads(2), dict[int, Any]()
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        losses[rank] = step(*((x, None) if rank == 0 else (None, target)))
+
+    threads.run(on_rank)
+    assert losses[0] is None
+    torch.testing.assert_close(losses[1], wanted.detach())
+    expect_gradients(model, want)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def by_place(actions: list[Action], places: int) -> list[str]:
+    return [" ".join(f"{a.kind[0]}{a.stage}.{a.microbatch}" for a in actions if a.stage % places == place) for place in range(places)]
+
+
+def test_order_of_1f1b() -> None:
+    assert by_place(schedule_of("1f1b", 2, 2, 3), 2) == ["f0.0 f0.1 b0.0 f0.2 b0.1 b0.2", "f1.0 b1.0 f1.1 b1.1 f1.2 b1.2"]
+
+
+def test_order_of_zero_bubble() -> None:
+    """The second place computes gradients of parameters one micro-batch later."""
+    assert by_place(schedule_of("zero_bubble", 2, 2, 3), 2) == [
+        "f0.0 f0.1 i0.0 w0.0 f0.2 i0.1 w0.1 i0.2 w0.2",
+        "f1.0 i1.0 f1.1 i1.1 w1.0 f1.2 i1.2 w1.1 w1.2",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "places", "microbatches"), [(1, 1, 1), (2, 2, 1), (4, 4, 8), (4, 2, 2), (12, 4, 8), (8, 8, 3)])
+def test_each_action_is_behind_those_that_it_needs(schedule: str, stages: int, places: int, microbatches: int) -> None:
+    if schedule in ("1f1b", "interleaved"):
+        schedule = "interleaved" if stages > places else "1f1b"
+    actions = schedule_of(schedule, stages, places, microbatches)
+    kinds = ("forward", "input", "weight") if schedule == "zero_bubble" else ("forward", "backward")
+    assert sorted(actions) == sorted(Action(kind, s, m) for kind in kinds for s in range(stages) for m in range(microbatches))
+    at = {action: number for number, action in enumerate(actions)}
+    for kind, stage, one in actions:
+        back = kinds[1]
+        needed = {
+            "forward": Action("forward", stage - 1, one) if stage else None,
+            "weight": Action(back, stage, one),
+            back: Action(back, stage + 1, one) if stage + 1 < stages else Action("forward", stage, one),
+        }[kind]
+        assert needed is None or at[needed] < at[Action(kind, stage, one)]
+
+
+def test_1f1b_keeps_few_micro_batches() -> None:
+    """Stage s of S has at most S - s micro-batches between their forward and backward pass."""
+    kept, most = [0] * 4, [0] * 4
+    for kind, stage, _ in schedule_of("1f1b", 4, 4, 16):
+        kept[stage] += 1 if kind == "forward" else -1
+        most[stage] = max(most[stage], kept[stage])
+    assert most == [4, 3, 2, 1]
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"schedule": "1f1"}, "there is no schedule='1f1'; did you mean 1f1b"),
+        ({"stages": 3}, "3 stages cannot be divided among 2 places of the mesh; cut the module into a multiple of 2"),
+        ({"stages": 4, "schedule": "1f1b"}, 'each place has 2 stages, and 1f1b has one; use schedule="interleaved"'),
+        ({"schedule": "interleaved"}, 'each place has one stage; use schedule="1f1b"'),
+        ({"stages": 4, "microbatches": 3, "rows": 3}, "3 micro-batches of 2 stages for each of 2 places; use a multiple of 2"),
+        ({"microbatches": 3}, r"x is \(4, 8\); pass a tensor whose first dim is a multiple of microbatches=3"),
+        ({"mesh": {"tp": 2, "pp": 2}}, "pp is not the first axis"),
+        ({"mesh": {"dp": 2, "tp": 2}}, "has no axis pp for the stages"),
+        ({"plan": {"nothing": "-, -"}}, '"nothing" matches none of the parameters, inputs or modules of a stage'),
+        ({"tied": True}, "up.weight of stage 1 is up.weight of stage 0, and each parameter belongs to one stage"),
+        ({"module": nn.Dropout()}, "has dropout, which is not supported in a pipeline"),
+        ({"module": nn.BatchNorm1d(WIDTH)}, "writes to .* in forward, which is not supported in a pipeline"),
+    ],
+)
+def test_mistakes(changed: dict[str, Any], message: str) -> None:
+    modules: list[Any] = [Block() for _ in range(changed.get("stages", 2))]
+    if changed.get("tied"):
+        modules[1].up.weight = modules[0].up.weight
+    if "module" in changed:
+        modules[0] = nn.Sequential(modules[0], changed["module"])
+    x = torch.zeros(changed.get("rows", 4), WIDTH)
+    options = {"microbatches": changed.get("microbatches", 2), "schedule": changed.get("schedule", "auto"), "loss": nn.functional.mse_loss}
+    with pytest.raises(ProgramError, match=message):
+        hostweave.torch.compile(modules, hw.Mesh(**changed.get("mesh", {"pp": 2})), changed.get("plan", {}), (x, x), **options)
+
+
+def test_options_of_pipelines_need_stages() -> None:
+    with pytest.raises(ProgramError, match="schedule=, microbatches= and loss= are for pipelines; pass a Pipe"):
+        hostweave.torch.compile(Block(), hw.Mesh(), {}, (torch.zeros(2, WIDTH),), microbatches=2)
+    optimizer = torch.optim.SGD(Block().parameters())
+    with pytest.raises(ProgramError, match="optimizer= is not supported for a pipeline; leave it out"):
+        hostweave.torch.compile([Block(), Block()], hw.Mesh(pp=2), {}, (torch.zeros(2, WIDTH),), optimizer=optimizer)
