@@ -180,20 +180,20 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     choices, own = int(experts.type.shape[1]), num_experts // ranks
     total = experts.type.shape[0] * choices
     split = f"{ranks}@{','.join(names)}" if names else str(ranks)
-    ids, rows = hw.astype(experts, i64), total
+    ids, rows = hw.astype(experts, i32), total  # ints of 32 bits sort in half the passes
     if capacity is not None:
         room = _size_of(capacity, "moe_routing")
         ids, rows = _with_room(ids, room, num_experts, split, ranks), room * ranks
     flat = _on_all_ranks(hw.reshape(ids, str(total)))
-    number = hw.reshard(record("iota", target=TensorType(i64, (Dim(Size(ranks)),)), beside=flat), split)
+    number = hw.reshard(record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=flat), split)
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
     local = hw.where(is_own, local, own)
     order = indices.argsort(local, 1)  # the sort is stable: for each expert in the order of the tokens
-    places = hw.where(is_own, indices.argsort(order, 1), 0)
-    every = record("iota", target=TensorType(i64, (Dim(Size(own)),)), beside=local)
-    counts = hw.sum(hw.astype(hw.expand_dims(local, 2) == every, i64), 1)
-    ends = hw.astype(indices.cumsum(counts, 1), i32)
+    places = hw.where(is_own, indices.argsort(hw.astype(order, i32), 1), 0)
+    every = record("iota", target=TensorType(i32, (Dim(Size(own)),)), beside=local)
+    counts = hw.sum(hw.astype(hw.expand_dims(local, 2) == every, i32), 1)
+    ends = indices.cumsum(counts, 1)
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
@@ -210,7 +210,7 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
     places = indices.argsort(indices.argsort(own, 1), 1)  # of a rank's choices in the order of their experts
     target = own // (num_experts // ranks)
-    every = record("iota", target=TensorType(i64, (Dim(Size(ranks)),)), beside=own)
+    every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
     begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: place of the first choice for each rank
     has_room = places - indices.take_along_axis(begins, target, 1) < _number(room, own)
