@@ -1,6 +1,8 @@
-"""A rank of models of transformers as a process of torchrun, on GPUs where there are any: says of each that it is as torch on one device.
+"""A rank of models of transformers, and of a module of DTensors, as a process of torchrun, on GPUs where there are any.
 
-torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2
+It says of each that it is as torch on one device.
+
+torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import sys
 
 import torch
 from small_models import MESHES, expect_gradients, training_model
-from train_process import joined
+from trained_dtensors import joined, train
 
 import hostweave as hw
 import hostweave.torch
@@ -39,7 +41,7 @@ def check(name: str, group: hw.Group, device: torch.device) -> None:
 def main(*names: str) -> None:
     group, device = joined()
     for name in names:
-        check(name, group, device)
+        train(group, device) if name == "dtensors" else check(name, group, device)
         group.check()
         if group.rank == 0:
             print(f"{name} is right", flush=True)

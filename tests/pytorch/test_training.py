@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from train_process import Loss  # noqa: E402
+from trained_dtensors import Loss  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from train_process import joined
+from trained_dtensors import joined
 
 import hostweave as hw
 import hostweave.torch

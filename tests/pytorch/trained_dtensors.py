@@ -1,8 +1,4 @@
-"""A rank of a module of DTensors, trained as a process of torchrun, on GPUs where there are any: prints "trained" where it is as torch on
-one device.
-
-torchrun --nproc-per-node 2 tests/pytorch/train_process.py
-"""
+"""A module of DTensors that the ranks of torchrun train, on GPUs where there are any, as torch trains it on one device."""
 
 from __future__ import annotations
 
@@ -62,8 +58,7 @@ def train_in_regions(want: nn.Module, mesh: Any, x: torch.Tensor) -> None:
             torch.testing.assert_close(full, other.grad, rtol=1e-3, atol=1e-4)
 
 
-def main() -> None:
-    group, device = joined()
+def train(group: hw.Group, device: torch.device) -> None:
     torch.manual_seed(0)
     want = Loss().to(device)
     x = torch.randn(8, 16, device=device)
@@ -99,12 +94,3 @@ def main() -> None:
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             torch.testing.assert_close(full.detach(), other.detach(), rtol=1e-3, atol=1e-4)
     train_in_regions(want, mesh, x)
-    group.check()
-    if group.rank == 0:
-        print("trained", flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
