@@ -117,6 +117,14 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
     assert not [path.name for path in images.iterdir() if f"images/{path.name})" not in pages]
 
 
+def test_the_notebook_is_the_tutorial() -> None:
+    """`python docs/notebook.py` writes it anew. Another test runs the blocks of the page."""
+    made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["tutorial"]()
+    assert (ROOT / "docs" / "tutorial.ipynb").read_text() == made
+    code = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
+    assert "\n".join(code).split() == python_of(ROOT / "docs" / "tutorial.md").split()
+
+
 def test_pages_show_the_figures_that_pictures_have() -> None:
     page, figures = (ROOT / "docs" / "figures.md").read_text(), json.loads((ROOT / "docs" / "figures.json").read_text())
     for row in figures["rows"]:

@@ -1,0 +1,26 @@
+"""Writes the tutorial as a notebook: `python docs/notebook.py`. Its cells are the blocks of the page, which tests run in order."""
+
+import json
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+
+
+def notebook(page: str) -> str:
+    """A page of Markdown as a notebook. Python blocks become code cells; text between them becomes cells of text."""
+    cells = []
+    for number, part in enumerate(re.split(r"```python\n(.*?)```\n", page, flags=re.DOTALL)):
+        if source := part.strip("\n"):
+            kind = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else {"cell_type": "markdown"}
+            cells.append({"id": f"cell-{len(cells)}", "metadata": {}, "source": source.splitlines(keepends=True), **kind})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def tutorial() -> str:
+    return notebook((DOCS / "tutorial.md").read_text())
+
+
+if __name__ == "__main__":
+    (DOCS / "tutorial.ipynb").write_text(tutorial())
