@@ -125,16 +125,20 @@ def _quantized_linear(
     return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight.type.shape[0])))
 
 
+def _of_gradients(scaling: str) -> DType:
+    """Gradients of a whole tensor have a large range, those of a row or block do not: a bit more of them matters more."""
+    return hw.f8e5m2 if scaling == "tensor" else hw.f8e4m3
+
+
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradients have large ranges: f8e5m2, and weights f8e4m3."""
-    return _scaled_rows(dy, weight, scaling, hw.f8e5m2)
+    return _scaled_rows(dy, weight, scaling, _of_gradients(scaling))
 
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
     """The gradient of a weight, which sums over rows: blocks are of 128 rows."""
-    return _scaled(_of_rows(dy).T, _of_rows(x).T, scaling, hw.f8e5m2, "block", x.dtype)
+    return _scaled(_of_rows(dy).T, _of_rows(x).T, scaling, _of_gradients(scaling), "block", x.dtype)
 
 
 @aten("scaled_dot_product_attention.default")
