@@ -55,7 +55,8 @@ bool has_warpgroups() {
 template <class T>
 Chosen<T> chosen(const GroupedProblem& p) {
   const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
-  if (p.wide && has_warpgroups() && (p.outer || each > kTileRows[0])) {
+  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= blocks_at_once() / 2;
+  if (p.wide && has_warpgroups() && (p.outer || each > kTileRows[0] || fills_gpu)) {
     static constexpr Kernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
                                              multiply_rows_of_groups_by_warpgroups};
     return {kKernels[p.outer ? 2 : p.transposed], kWarpgroupRows, kWarpgroupColumns, 1, kWarpgroupShared};
