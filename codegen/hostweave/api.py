@@ -31,8 +31,8 @@ from hostweave.types.mesh import Mesh
 if TYPE_CHECKING:  # see Program._running
     from hostweave.running import Running
     from hostweave.runtime.arguments import Bound
+    from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
-    from hostweave.runtime.local import Captured
     from hostweave.runtime.session import Timing
     from hostweave.timeline.report import Report
     from hostweave.variants import Variants

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.base.forks import renewed
@@ -23,6 +23,7 @@ from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
@@ -33,9 +34,6 @@ from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
 
 T = TypeVar("T")
-
-MOST_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
-CALLS_PER_NEW_ARRAY = 8  # one in so many calls may have new arrays
 
 _building = renewed(threading.Lock())  # ranks that are threads need the module at the same time
 
@@ -447,92 +445,6 @@ class LocalProgram:
                 )
             self._native_schedule = wanted, self.module.Schedule(**vars(wanted))
         return self._native_schedule[1]
-
-
-class CommonGraphs:
-    """Agreement of all ranks, for `Options(graph="auto")`, to run calls as graphs. Used if ranks signal each other.
-
-    Signals of graphs are counted separately from those of calls, so all ranks must decide alike. A rank only knows if its own
-    arrays repeat, but all ranks make the same calls. So the ranks meet before calls 3, 5, 9, 17 and so on. Each says if nearly
-    all of its calls since the last meeting used arrays that it had seen. If all say so, calls are graphs until the next meeting;
-    a rank captures a new graph for new arrays. Otherwise they are plain calls until then.
-    """
-
-    def __init__(self) -> None:
-        self.agreed = False
-        self._calls, self._meets_after = 0, 2
-        self._before = 1, 1  # calls, and calls with new arrays, at the last vote; the first call is always new
-
-    @property
-    def is_due(self) -> bool:
-        return self._calls >= self._meets_after
-
-    def count(self) -> None:
-        """Counts a call that all ranks make."""
-        self._calls += 1
-
-    def wants(self, unseen: int) -> bool:
-        """Vote of this rank. `unseen` is its number of calls with new arrays so far."""
-        calls, new = self._calls - self._before[0], unseen - self._before[1]
-        return new * CALLS_PER_NEW_ARRAY <= calls
-
-    def decide(self, wanted: Sequence[bool], unseen: int) -> None:
-        """Sets the decision from the votes of all ranks."""
-        self.agreed = all(wanted)
-        self._before = self._calls, unseen
-        self._meets_after = self._calls + min(self._calls, MOST_CALLS_BETWEEN_VOTES)
-
-
-class Captured:
-    """A call with fixed arrays, captured as a CUDA graph. `Program.capture` makes it.
-
-    Calling it recomputes `outputs` from the current values of its input arrays. Each call writes the same memory. So several
-    threads must take turns: put the call, and all use of its inputs and outputs, inside `with step:`.
-
-    Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
-    """
-
-    def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Callable[[], Any]):
-        self.launch = launch  # takes a stream or None
-        self._inputs = inputs  # keeps the memory that the graph reads
-        self._outputs = outputs
-        self._turn = threading.RLock()
-        self._turns = 0  # nesting depth of `with` in the current thread
-        self._last: tuple[threading.Thread, bool] | None = None  # thread of the last launch, and True if it was inside `with`
-
-    def __enter__(self) -> Captured:
-        self._turn.acquire()
-        self._turns += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._turns -= 1
-        self._turn.release()
-
-    @property
-    def outputs(self) -> Any:
-        """Array that the last launch wrote, or a tuple of them. They are always in the same memory."""
-        return self._outputs()
-
-    def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
-        """Launches the graph, ordered as a call of the program: after all work on `stream`, by default the library's current one.
-
-        Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError if the group has failed, if
-        the program is closed, or if another thread launches it without `with step:`. Raises CaptureError if the stream is being
-        captured. Raises ArgumentError if arrays are passed.
-        """
-        if arrays:
-            raise ArgumentError("a captured call takes no arguments; write new values into the captured arrays")
-        with self._turn:
-            by, by_turns = threading.current_thread(), self._turns > 0
-            if self._last and self._last[0] is not by and self._last[0].is_alive() and not (by_turns and self._last[1]):
-                raise ExecutionError(
-                    "several threads launch this captured call, but share its arrays; put each call, and the use "
-                    "of its arrays, inside `with step:`, or capture one call for each thread"
-                )
-            self._last = by, by_turns
-            self.launch(stream)
-            return self._outputs()
 
 
 def _shapes_of(taken: Taken) -> object:

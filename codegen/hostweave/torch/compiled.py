@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from hostweave.api import Program
 from hostweave.base.errors import ArgumentError, SizeError
 from hostweave.runtime.arrays import library_of
+from hostweave.runtime.graphs import Captured
 from hostweave.runtime.group import Group, init
 from hostweave.runtime.group import current as current_group
-from hostweave.runtime.local import Captured
 from hostweave.runtime.providers import Threads
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.caches import continued
