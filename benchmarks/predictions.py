@@ -1,7 +1,7 @@
-"""Predicted times beside measured ones on two GPUs: gathers, sums, sharded weights, a layer, and decoding.
+"""Compares predicted with measured times on two GPUs: gathers, sums, sharded weights, a layer, and decoding.
 
-Predictions are those of the cost model with the figures that the package has for H100 and H200, before anything is measured:
-`predictions.py predict` writes predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`,
+The cost model predicts with the package's figures of H100 and H200, before anything is measured: `predictions.py predict` writes
+predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`,
 `sequence_parallel` and `decode` run as the cost model chooses, and each line has the error. Milliseconds of the slowest rank, the
 median over calls that all ranks start together, random data. Names of parts are arguments; default: all.
 """

@@ -92,7 +92,7 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """Such as data-parallel attention with a tensor-parallel MLP; also the same axes in another order."""
+    """The meshes are those of data-parallel attention with a tensor-parallel MLP. Also tests axes in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

@@ -1,4 +1,4 @@
-"""The last accesses to the bytes of one buffer, to find accesses that are not ordered."""
+"""Last accesses to the bytes of one buffer, for finding unordered accesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hostweave.host_ir import tree
 
 @dataclass(slots=True, eq=False)
 class TaskAccess:
-    """An access by a task, of which `part` is one member of a group, or all of it."""
+    """An access by a task. `part` is the task's operation, or one of a group of operations."""
 
     by: Task
     part: Operation
@@ -21,7 +21,7 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a regi
 
 
 class Pieces:
-    """A buffer, cut so that every access covers whole pieces: the bytes that are always accessed together are one, wherever they lie."""
+    """A buffer in pieces. Every access covers whole pieces: bytes that are always accessed together form one, even if apart."""
 
     def __init__(self, size: int, places: frozenset[ByteBlocks]):
         runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
@@ -52,12 +52,12 @@ def _place(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, in pieces.
 
-    Tasks must come in an order that keeps every known before and after. The last write of a piece and, for each stream,
-    the last read since then are enough: a task that comes after those comes after all earlier ones.
+    Tasks must be added in an order that respects happens-before. For each piece the last write is kept, and the last read
+    of each stream since then. A task ordered after those is ordered after all earlier accesses.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
-        """`known` has the pieces of buffers that are accessed in the same places, as those of other ranks and layers are."""
+        """`known` caches the pieces of buffers with equal accesses, such as those of other ranks and layers."""
         self.root = root
         places = frozenset([(0, root.layout.rows, root.layout.run), *map(_place, regions)])
         if (root.size, places) not in known:
@@ -97,7 +97,7 @@ class Memory:
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_empty(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
-        """The first bytes of a region that do not hold what it stands for, and the write that has taken them over, if one has."""
+        """First bytes of a region that do not hold its values, and the write that has overwritten them, if any."""
         for piece in self.covered(region):
             if not region.generation <= (filled := self.filled[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if filled > region.last else None

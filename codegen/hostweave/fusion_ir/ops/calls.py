@@ -26,27 +26,27 @@ def _call(types: Types, op: Op) -> TensorType:
 
 
 def stacked(type: TensorType, depth: Size) -> TensorType:
-    """Type of so many tensors as one, with a dim of their own before the others."""
+    """Type of `depth` tensors stacked along a new first dim."""
     return replace(type, dims=(Dim(depth), *type.dims))
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """The operands of a repeat that the call before gives, each with the number of that result."""
+    """Maps each carried operand of a repeat to the result of the previous call that it receives."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """The lagged operands of a repeat, each with the number of the operand that the call of the first tensor takes."""
+    """Maps each lagged operand of a repeat to the operand that the first call takes instead."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of a result of a call, or of a repeat, whose further results are the tensors of an operand that all calls take, or give.
+    """Type of a result of a call or a repeat.
 
-    They are numbered behind the function's results: first all operands, then all results.
+    Results of a repeat after the function's own are stacked: first each operand, then each result, over all calls.
     """
     assert op.callee is not None
     types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
@@ -65,9 +65,9 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Each call takes what the call before it gives for the operands `carried`, and the next tensor of those of `each`.
+    """Calls the function once for each tensor of the groups `each`. Operands `carried` are results of the previous call.
 
-    For an operand that is `lagged` it takes the tensor before that, and where there is none a further operand at the end.
+    A `lagged` operand is the previous tensor of its group. For the first call it is an additional operand at the end.
     """
     function = op.callee
     assert function is not None

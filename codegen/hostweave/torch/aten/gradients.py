@@ -143,7 +143,7 @@ TABLE |= {
 
 
 def _scattered(function: Callable[..., hw.Tensor], x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """x, to which elements go beside which there is an index."""
+    """Scatters into x. In other dims than `dim` the index may be smaller than x; the rest of x stays."""
     made = function(beside(x, index, dim), dim, index, first(source, index.shape))
     for other, size in enumerate(x.shape):
         if str(made.shape[other]) != str(size):
@@ -212,7 +212,7 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed in f32 for narrower dtypes; with `back` what it makes of a gradient."""
+    """x * cos + rotate_half(x) * sin, computed in f32 for narrower dtypes. With `back`, its gradient."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
@@ -231,7 +231,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """Returns x with the source in the place of a slice, as the derivative of a slice needs it."""
+    """Returns x with a slice replaced by the source, for the derivative of a slice."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")
