@@ -94,7 +94,7 @@ def _fsdp() -> Iterator[Row]:
         for how in ("auto", "off"):
             yield (
                 f"by {layout}, {'as chosen' if how == 'auto' else 'in sequence'}",
-                lambda machine, layout=layout, how=how: fsdp._compiled(RANKS, layout, machine=machine, overlap=how),
+                lambda machine, layout=layout, how=how: fsdp.compiled_for(RANKS, layout, machine=machine, overlap=how),
                 {"M": fsdp.ROWS * RANKS},
             )
 
