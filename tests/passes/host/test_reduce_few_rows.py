@@ -10,6 +10,8 @@ import pytest
 from interpret import interpret
 
 import hostweave as hw
+from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
@@ -69,3 +71,14 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
     x = np.random.default_rng(0).random((rows, 4096), np.float32)
     (found,) = interpret(program, {"x": x})
     np.testing.assert_allclose(found[program.outputs[0].name], expected(x), rtol=1e-5)
+
+
+def test_of_three_reductions_in_a_row_two_are_one() -> None:
+    """A ring adds the terms that it received. Both launches behind that sum were combined with the one before them, which was lost."""
+    ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
+  %terms: f64[K, K] = matmul(%x, %w)
+  %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)
+  %y: f64[] = mean(%last, axis=(0, 1))
+  return %y
+}""")
+    check(lower(ring, Options()), fusion=ring)

@@ -36,6 +36,8 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
+        if {first.number, last.number} & edits.keys():  # one of a row of three is in a pair already
+            continue
         launch, kernel, elements = found
         if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
             continue
