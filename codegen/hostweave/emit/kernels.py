@@ -130,7 +130,7 @@ class KernelEmitter:
             return integers.key(value, self.atoms) if isinstance(value, Size) else value
 
         def of_op(op: Op) -> tuple[object, ...]:
-            inside = (op.result.name in self.ir.outside, op.kind in ("take", "reverse_second") and self.ir.moves_inside(op))
+            inside = (op.result.name in self.ir.outside, OPS[op.kind].gathers and self.ir.moves_inside(op))
             operands = tuple(values[operand] if isinstance(operand, str) else (operand,) for operand in op.operands)
             attributes = tuple((name, of(value)) for name, value in op.attributes)
             return (op.kind, operands, attributes, op.result.type.dtype, *inside, self.reduces(op))

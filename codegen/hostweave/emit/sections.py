@@ -12,7 +12,7 @@ from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
-from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, reversed_at, stored
+from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, gathers_in_order, reversed_at, stored
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Section:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
         if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
             return self.element(op.tensors[0])
-        if op.kind == "reverse_second":
+        if gathers_in_order(op):
             return self.moved_element(op)[0]
         text, computed = self.expression(op)
         return _converted(text, computed, op.result.type.dtype)
@@ -204,7 +204,7 @@ class Section:
         if op.kind in COUNTED:
             ids, rows = op.tensors
             return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
-        if op.kind in ("take", "reverse_second"):
+        if OPS[op.kind].gathers:
             return self.taken_at(op), dtype
         if self.is_same(op):
             return self.value(op.tensors[0]), dtype
@@ -222,8 +222,8 @@ class Section:
         if self.outer and not self.kernel.ir.moves_inside(op):
             return self.outer.place(op)
         if (name := f"{op.result.name} place") not in self.texts:
-            self.texts[name] = self.number_in_order(op) if op.kind == "reverse_second" else self.value(op.tensors[1])
-            if op.kind == "take" and (first := self.kernel.first_row(op.tensors[2])):
+            self.texts[name] = self.number_in_order(op) if gathers_in_order(op) else self.value(op.tensors[1])
+            if op.tensors[1:] and (first := self.kernel.first_row(op.tensors[2])):
                 local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
                 size = self.kernel.size_of_lane(op.tensors[2])
                 self.lines.append(f"const int64_t {local} = {self.texts[name]} - {first};")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
 from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, COUNTED, Loops, Walk
 from hostweave.types.machine import Machine
 
@@ -50,9 +51,7 @@ def _reads(loops: Loops, walk: Walk) -> Iterator[str]:
     made = {op.result.name: op for op in loops.kernel.ops}
 
     def operands(op: Op) -> tuple[str, ...]:
-        if op.kind == "reverse_second":
-            return ()
-        return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if op.kind == "take" else op.tensors
+        return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
     waiting = [*walk.stores[::-1], *(op.tensors[0] for op in reversed(walk.reductions))]
     while waiting:

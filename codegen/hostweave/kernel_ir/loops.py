@@ -123,7 +123,7 @@ class Loops:
     @property
     def calls_lanes(self) -> bool:
         """True if the kernel gathers or scatters by indices that are data."""
-        return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if op.kind != "reverse_second" for name in op.tensors)
+        return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     # --- dims ---
 
@@ -194,7 +194,7 @@ class Loops:
     def moves_inside(self, op: Op) -> bool:
         """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if op.kind == "reverse_second" else self.space.indices[op.tensors[1]])
+        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
         """Returns True if what has these indices differs between iterations of the innermost loop."""
@@ -260,6 +260,11 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
 def stored(result: str) -> str:
     """Key of a result in memory, in contrast to the value of that name."""
     return f"{result} stored"
+
+
+def gathers_in_order(op: Op) -> bool:
+    """True if an op reads its operand at an index that follows from its own indices."""
+    return OPS[op.kind].gathers and len(op.tensors) == 1
 
 
 def reversed_at(op: Op, dim: int) -> str:

@@ -129,6 +129,7 @@ def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[
 OPS["take"] = OpDef(
     *(3, _take, _looked_up, _taken, (AXIS,)),
     cpp="{0}[{1} - {2}]",
+    gathers=True,
     cost=4,
     partial="sum",
     linear="first",
@@ -163,6 +164,7 @@ def _second_reversed(np: Any, x: Any, axis: int, halves: int) -> Any:
 OPS["reverse_second"] = OpDef(
     *(1, _reverse_second, _reversed_alone, _second_reversed, (AXIS, HALVES)),
     cpp="{0}[half ? last - i : i]",
+    gathers=True,
     linear="first",
     whole="reversed",
     makes="in_order",
