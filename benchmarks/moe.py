@@ -176,19 +176,24 @@ def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], 
 # --- a layer ----------------------------------------------------------------------------------------------------------
 
 
+def _layer(name: str, **options: Any) -> hw.Program:
+    """The layer of examples/moe.py, `moe` or `moe_backward`, on one GPU."""
+    example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=1), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
+    return hw.compile(getattr(example, name), target="cuda", options=hw.Options(**options))
+
+
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
     """The layer of examples/moe.py with its gradients, and torch's with _grouped_mm and autograd."""
     import torch
 
     group = hw.init()
-    example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=1), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
     hidden, inner, experts, tokens = (LAYER[name] for name in ("hidden", "inner", "experts", "tokens"))
     shapes = {"x": (tokens, hidden), "dy": (tokens, hidden), "router": (hidden, experts)}
     shapes |= {"w1": (experts, hidden, 2, inner), "w2": (experts, inner, hidden)}
     given = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for name, shape in shapes.items()}
     x, dy, router, w1, w2 = given.values()
     bias = torch.zeros(experts, device="cuda")
-    programs = [hw.compile(getattr(example, name), target="cuda") for name in ("moe", "moe_backward")]
+    programs = [_layer(name) for name in ("moe", "moe_backward")]
     forward = programs[0].capture(x, router, bias, w1, w2, group=group)
     backward = programs[1].capture(x, dy, router, bias, w1, w2, group=group)
     inputs = [tensor.clone().requires_grad_() for tensor in (x, router, w1, w2)]

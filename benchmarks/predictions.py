@@ -1,8 +1,8 @@
 """Compares predicted with measured times on two GPUs: gathers, sums, sharded weights, a layer, and decoding.
 
 The cost model predicts with the package's figures of H100 and H200, before anything is measured: `predictions.py predict` writes
-predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`,
-`sequence_parallel` and `decode` run as the cost model chooses, and each line has the error. Milliseconds of the slowest rank, the
+predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe` run
+as the cost model chooses, and each line has the error. Milliseconds of the slowest rank, the
 median over calls that all ranks start together, random data. Names of parts are arguments; default: all.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import decode
 import fsdp
+import moe
 import overlap
 import sequence_parallel
 from peers.report import print_machine
@@ -35,7 +36,7 @@ Row = tuple[str, Callable[[Machine], hw.Program], Sizes]
 
 
 def main(words: Sequence[str]) -> None:
-    parts = {"overlap": _overlap, "fsdp": _fsdp, "sequence_parallel": _layers, "decode": _decoding}
+    parts = {"overlap": _overlap, "fsdp": _fsdp, "sequence_parallel": _layers, "decode": _decoding, "moe": _experts}
     chosen = [name for name in parts if name in words] or list(parts)
     if "predict" in words:
         rows = {name: {gpu: _predictions(parts[name](), machine) for gpu, machine in SHIPPED.items()} for name in parts}
@@ -67,8 +68,10 @@ def _measured(program: hw.Program, sizes: Sizes) -> float:
     import torch
 
     def random(value: Any) -> Any:
-        shape = [size.bind(sizes) for size in value.type.shape]
-        return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(value.type.dtype)]))
+        shape, dtype = [size.bind(sizes) for size in value.type.shape], value.type.dtype
+        if dtype is hw.i64:  # experts of each token
+            return torch.rand(*shape[:-1], moe.EXPERTS, device="cuda:0").argsort(-1)[..., : shape[-1]].contiguous()
+        return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(dtype)]))
 
     arrays = {value.name: random(value) for value in program.host.arguments}
     per_rank = program.measure(warmups=WARMUPS, repetitions=REPETITIONS, **arrays)
@@ -119,6 +122,18 @@ def _decoding() -> Iterator[Row]:
                 lambda machine, case=case, ranks=ranks: decode.program_of(case, ranks, machine=machine, graph="auto"),
                 {"T": tokens},
             )
+
+
+def _experts() -> Iterator[Row]:
+    for tokens in (128, 4096):
+        yield (
+            f"dispatch and combine, {tokens} tokens a GPU",
+            lambda machine: hw.compile(moe._through(RANKS), target="cuda", options=hw.Options(machine=machine)),
+            {"T": tokens * RANKS},
+        )
+    sizes = {"T": moe.LAYER["tokens"], "H": moe.LAYER["hidden"], "I": moe.LAYER["inner"]}
+    for what, name in (("forward", "moe"), ("backward", "moe_backward")):
+        yield f"a Mixtral layer, {what}, 1 GPU", lambda machine, name=name: moe._layer(name, machine=machine), sizes
 
 
 if __name__ == "__main__":

@@ -410,7 +410,9 @@ class Program:
             why = f"{', '.join(self.host.windows)}: is compiled for a window, which a group of Python makes"
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
-            export(self.host, Path(folder), *reference_of(self.compiled.given, self.compiled.options))
+            export(
+                self.host, Path(folder), *reference_of(self.compiled.given, self.compiled.options), machine=self.compiled.options.figures
+            )
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None

@@ -155,7 +155,8 @@ class Compiled:
             from hostweave.build.program import build
 
         libraries = partial(self.target.runtime_libraries, wanted=self.host.libraries)
-        return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources, self.title)
+        figures = self.options.figures.name
+        return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources, self.title, figures)
 
     def _load(self) -> ModuleType:
         with importing:

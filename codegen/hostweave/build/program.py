@@ -43,18 +43,19 @@ def build(
     runtime_libraries: Callable[[Toolchain], tuple[Library, ...]],
     render: Callable[[], Sources],
     title: str = "",
+    figures: str = "",
 ) -> Path:
     """Folder with the sources and the module of a program, linked with the runtime libraries of the target.
 
-    `render` returns the sources; it is called only if they are needed. `title` names the program in reports of progress. Raises
-    BuildError if the installation is incomplete or the compiler fails.
+    `render` returns the sources; it is called only if they are needed. `title` names the program in reports of progress, and
+    `figures` the machine that it is rendered for. Raises BuildError if the installation is incomplete or the compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
     libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
     made_with = toolchain.stamp, *(str(library.path) for library in libraries)
-    entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
+    entry = name_of(name, host_ir, figures, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
     with progress(f"compiling {title or name}"), ThreadPoolExecutor(len(libraries)) as pool:
         made = [pool.submit(carried(library.make)) for library in libraries]
 

@@ -199,7 +199,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.memory:
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
-        sources = render(host)
+        sources = render(host, settings.figures)
         if options.only:
             sources = {options.only: _one_of(sources, options.only, "file")}
         for number, (path, text) in enumerate(sources.items()):

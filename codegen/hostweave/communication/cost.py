@@ -15,6 +15,7 @@ from hostweave.types.machine import Machine
 BESIDE_COPIES = 1.05  # slowdown of matmuls while copy engines also use the memory
 BESIDE_KERNELS = 1.7  # slowdown of matmuls while communication kernels hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # slowdown of these kernels by matmuls, by number of ranks
+TURN = 4.5e-6  # seconds from computation to a collective of NCCL on the same stream, or back: the last rank is awaited, and blocks start
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # seconds of the events of an iteration
 
@@ -95,7 +96,7 @@ class Overlap:
         if by:
             communicated, slower = by_copies(machine, self.kind, by, self.ranks, self.size, is_beside=False), BESIDE_COPIES - 1
         else:
-            communicated, slower = communication(machine, self.kind, self.ranks, self.size), 1 - 1 / BESIDE_KERNELS
+            communicated, slower = TURN + communication(machine, self.kind, self.ranks, self.size), 1 - 1 / BESIDE_KERNELS
         hidden = min(communicated, self.beside)
         computed = self.around[0] + sum(p.seconds(machine) for p in self.products)
         return computed + communicated - hidden + hidden * slower

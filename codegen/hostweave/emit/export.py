@@ -23,22 +23,22 @@ def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files as a dict from path to text.
 
     The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
-    kernels.cu, and one with user kernels user_kernels.cuh. Kernels are scheduled for `machine`. The same program and machine always
+    kernels.cu, and one with user kernels user_kernels.cuh. It is compiled for `machine`. The same program and machine always
     give the same bytes. Raises ProgramError for an op that cannot be written in C++.
     """
     emitted = Program(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
 
 
-def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
+def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = (), machine: Machine = H200) -> None:
     """Writes a CMake project to `folder`: the library, the runtime's sources, and a main.cpp that runs, checks and times it.
 
     `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
-    as a string. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError for an op that cannot be
-    written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or was edited since.
+    as a string. Both are compiled for `machine`. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError
+    for an op that cannot be written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or was edited since.
     """
-    emitted = Program(program)
-    alone = reference if isinstance(reference, str) else Program(reference)
+    emitted = Program(program, machine)
+    alone = reference if isinstance(reference, str) else Program(reference, machine)
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     texts |= {main.folder + path: rendered(path, program=emitted, main=main) for path in ("join.h", "join.cpp", "c_api.h", "c_api.cpp")}

@@ -88,6 +88,7 @@ class Program:
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes | depths, multiples(flat), depths=program.depths())
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
+        self.machine = machine
         self.context = context = ProgramContext(program, names, integers, machine)
         self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from hostweave.check.operations import Access, Operation
-from hostweave.communication.cost import CHUNK, LOOP, communication
+from hostweave.communication.cost import CHUNK, LOOP, TURN, communication
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
@@ -17,6 +17,7 @@ from hostweave.types.machine import Machine
 
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
 FORK = LOOP / 4  # and of a fork or a join: a loop has two of each, of its matmuls and of its communications
+EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
 BY_KERNELS = 32  # times as long an attention takes that tensor cores do not compute
 
 
@@ -37,6 +38,16 @@ class Work:
 def work_of(operation: Operation, machine: Machine) -> Work:
     """The work of one execution of an instruction."""
     return tree.of_kind(_WORK, type(operation.instruction))(operation, machine)
+
+
+def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
+    """The work of an operation whose stream did something with the engine `before` last; "" if nothing."""
+    work = work_of(operation, machine)
+    is_ours = isinstance(operation.instruction, ir.Launch | ir.LaunchAllReduce)
+    if is_ours and before:
+        return replace(work, seconds=max(work.seconds - EARLY, 0.0))
+    turns = {work.engine, before} == {"multiprocessors", "kernels"} and not is_ours
+    return replace(work, seconds=work.seconds + TURN) if turns else work
 
 
 def _bytes(access: Access) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hostweave.check.match_collectives import MatchedCollective
 from hostweave.check.operations import Instances, Operation
 from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
-from hostweave.timeline.cost import Work, work_of
+from hostweave.timeline.cost import Work, work_behind
 from hostweave.types.machine import Machine
 
 
@@ -72,9 +72,10 @@ def _tasks(operations: Sequence[Operation], machine: Machine) -> list[SimulatedT
     """Tasks of one rank. Each follows the last one on its stream, its dependencies, and the last communication if these take turns."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
+    engine: dict[object, str] = {}  # that each stream used last
     posted: SimulatedTask | None = None
     for operation in operations:
-        task = found[operation] = SimulatedTask(operation, work_of(operation, machine))
+        task = found[operation] = SimulatedTask(operation, work_behind(operation, machine, engine.get(operation.stream, "")))
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
         if operation.takes_turns:
             before += [posted] if posted else []
@@ -82,6 +83,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine) -> list[SimulatedT
         for earlier in dict.fromkeys(before):
             _after(task, earlier)
         latest[operation.stream] = task
+        engine[operation.stream] = task.work.engine or engine.get(operation.stream, "")
     return list(found.values())
 
 

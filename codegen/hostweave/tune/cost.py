@@ -31,7 +31,8 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
 )
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which the inner dim is split if there are few tiles
-READS = 0.79  # read bandwidth of a memory-bound matmul, relative to a copy kernel
+READS = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel; matmuls of few rows reach all of it
+MOST_WEIGHTS = 2**26  # of a matmul with few rows that a kernel of ours does: hw::kMostWeights
 EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 PACKETS = 190e9  # bytes per second that the kernel sends; half of them are payload
 ATTENTION = 0.74  # share of the tensor cores' rate that 16-bit attention reaches; our own kernels take about 32 times as long
@@ -60,35 +61,43 @@ class Product:
     def seconds(self, machine: Machine) -> float:
         if not self.count * self.rows * self.columns:
             return 0.0
-        computed = min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
-        return machine.launch + max(computed, self._moved(machine))
+        return machine.launch + max(self._computed(machine)[0], self._moved(machine))
 
     def share(self, machine: Machine) -> float:
         """Part of the GPU that it takes, from 0 to 1: another product can run on the rest.
 
         The greater of the multiprocessors that its tiles occupy and of the memory's bandwidth that it needs.
         """
-        tiles = self.count * ceil(self.rows / 128) * ceil(self.columns / 256)
-        return min(1.0, max(tiles / machine.multiprocessors, self._moved(machine) / max(self.seconds(machine) - machine.launch, 1e-12)))
+        if not self.count * self.rows * self.columns:
+            return 1.0
+        computed, blocks = self._computed(machine)
+        moved = self._moved(machine)
+        return min(1.0, max(blocks / machine.multiprocessors, moved / max(computed, moved)))
+
+    def _computed(self, machine: Machine) -> tuple[float, float]:
+        """Seconds with the fastest tiles, and the number of thread blocks that these need."""
+        return min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
 
     def _moved(self, machine: Machine) -> float:
         """Seconds to read the operands and to write the result."""
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return self.count * elements * self.dtype.itemsize / (machine.memory * READS)
+        is_ours = self.count == 1 and self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS and self.dtype.itemsize > 1
+        return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if is_ours else READS))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """One of `chunks` equal parts, split by rows or by columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
-    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> float:
-        """Seconds with one tile shape and split-K.
+    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float]:
+        """Seconds and number of thread blocks with one tile shape and split-K.
 
         `parts` multiprocessors share a tile, and their f32 results are added afterwards.
         """
-        waves = ceil(self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts / machine.multiprocessors)
+        blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
+        waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
         added = machine.launch + 8 * parts * self.count * self.rows * self.columns / machine.memory if parts > 1 else 0.0
-        return waves * (work + machine.wave * sqrt(m * n / (128 * 256))) + added
+        return waves * (work + machine.wave * sqrt(m * n / (128 * 256))) + added, blocks
 
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:

@@ -1,4 +1,5 @@
 // keys_in_a_loop on mesh(x=4). The host IR is in program.hw.
+// Compiled with the figures of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
