@@ -35,7 +35,8 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
 
     `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
     as a string. Both are compiled for `machine`. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError
-    for an op that cannot be written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or was edited since.
+    for an op that cannot be written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or
+    was edited since.
     """
     emitted = Program(program, machine)
     alone = reference if isinstance(reference, str) else Program(reference, machine)
