@@ -12,6 +12,12 @@ import hostweave as hw
 ROOT = Path(__file__).parents[1]
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports each by its name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_contributors_guide_names_files_that_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     package = ("passes/", "host_ir/", "fusion_ir/", "targets/", "pipeline.py")

@@ -41,7 +41,7 @@ def test_routing_changes_between_replays() -> None:
     torch: Any = pytest.importorskip("torch", reason="whose tensors are changed: pip install torch")
     group, compiled = hw.init(), programs(1)["moe"]
     tensors = {name: torch.from_numpy(array.astype(np.float32)).cuda() for name, array in arrays("learned", 1).items() if name != "dy"}
-    replay = compiled.capture(*tensors.values(), group=group)
+    replay = compiled.capture(**tensors, group=group)
     for routing in ROUTINGS:
         given = arrays(routing, 1)
         for name, tensor in tensors.items():

@@ -242,13 +242,16 @@ struct NarrowSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
+// i, or the last of `count` indices.
+__device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
+
 // Adds sums of terms of one block, times the scales of the block. `first` is the first column.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
                           int64_t first) {
 #pragma unroll
   for (int i = 0; i < Sums::kSums; ++i) {
-    const int64_t row = smaller(total.row_of(i), p.rows - 1), column = smaller(first + total.column_of(i), p.columns - 1);
+    const int64_t row = up_to_last(total.row_of(i), p.rows), column = up_to_last(first + total.column_of(i), p.columns);
     const float scale = scales.x.of(row, k) * scales.weights.of(column, k);
     total.sum(i) += scale * of_block.sum(i);
   }
@@ -287,7 +290,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
       sums.store(of_warps[warp], group, static_cast<int>(p.rows));
       __syncthreads();
       const int of_group = elements - group * kFewRows * kProductColumns;
-      for (int i = threadIdx.x; i < smaller(of_group, kFewRows * kProductColumns); i += kThreads) {
+      for (int i = threadIdx.x; i < of_group && i < kFewRows * kProductColumns; i += kThreads) {
         const int row = i / kProductColumns, column = i % kProductColumns;
 #pragma unroll
         for (int product = 0; product < kCount; ++product) {
