@@ -56,7 +56,8 @@ def trap() -> np.ndarray:
 
 
 PROCESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
 sys.path.insert(0, {tests!r})
 import numpy as np
 import pytest

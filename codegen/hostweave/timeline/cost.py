@@ -43,7 +43,7 @@ def work_of(operation: Operation, machine: Machine) -> Work:
 def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
     """The work of an operation whose stream did something with the engine `before` last; "" if nothing."""
     work = work_of(operation, machine)
-    is_ours = isinstance(operation.instruction, ir.Launch | ir.LaunchAllReduce)
+    is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:
         return replace(work, seconds=max(work.seconds - EARLY, 0.0))
     turns = {work.engine, before} == {"multiprocessors", "kernels"} and not is_ours
