@@ -45,7 +45,24 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
     for tasks, times in zip(ranks, marks_ms, strict=True):
         _take_times(tasks, times)
     _align(ranks)
-    return timeline_of(program, sizes, basis, ranks)
+    return _in_order(timeline_of(program, sizes, basis, ranks))
+
+
+def _in_order(timeline: Timeline) -> Timeline:
+    """Events that others wait for end, at the latest, when those end: an interrupted thread notes the end of its work late."""
+    starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
+    is_changed = True
+    while is_changed:
+        before = (*starts, *ends)
+        for number, event in reversed([*enumerate(timeline.events)]):
+            for earlier in event.after:
+                ends[earlier] = min(ends[earlier], ends[number])
+            for other in event.meets:
+                starts[other] = min(starts[other], ends[number])
+            starts[number] = min(starts[number], ends[number])
+        is_changed = before != (*starts, *ends)
+    found = zip(timeline.events, starts, ends, strict=True)
+    return replace(timeline, events=tuple(replace(event, start=start, end=end) for event, start, end in found))
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
