@@ -147,6 +147,22 @@ CASES = {
   }
 """,
     ),
+    "not to ranks of another mesh, if it asks for a rank of this one": (
+        """\
+  %a = slice %x[1: 1 from rank.r]
+  %b = slice %y[1: 1 from 0]
+  on mesh(s=2 of ranks 0..2) {
+    copy %a -> %b
+  }
+""",
+        """\
+  %a = slice %x[1: 1 from rank.r]
+  on mesh(s=2 of ranks 0..2) {
+    %b = slice %y[1: 1 from 0]
+    copy %a -> %b
+  }
+""",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
+from hostweave.host_ir.expr import Coordinate, Rank, leaves
 from hostweave.options import Options
 
 
@@ -101,7 +102,7 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if that body may run more than once."""
+    """Moves a view into the body of its only user. None if that body may run more than once, or has axes of another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:
@@ -112,7 +113,8 @@ def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction 
         _place(view, lines)
         return tuple(instruction for instruction, _ in lines)
 
+    asks_for_rank = any(isinstance(leaf, Coordinate | Rank) for expr in tree.expressions(view) for leaf in leaves(expr))
     runs_once = user.trips is None and not user.grouped
-    if not runs_once or sum(map(uses, tree.bodies(user))) != 1:
+    if not runs_once or (user.ranks and asks_for_rank) or sum(map(uses, tree.bodies(user))) != 1:
         return None
     return tree.with_bodies(user, lambda body: placed(body) if uses(body) else body)
