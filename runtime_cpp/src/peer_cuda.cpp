@@ -120,9 +120,10 @@ struct PeerGroup::State {
   int64_t rank = 0, size = 0;
   int device = 0;
   double timeout_seconds = 0;
-  uint32_t meetings = 0, mappings = 0;  // counts of this rank
-  std::atomic<bool> stuck = false;      // after an abort
-  bool in_process = true;               // all ranks are threads of this process
+  uint32_t meetings = 0, mappings = 0;         // counts of this rank
+  std::atomic<bool> stuck = false;             // after an abort
+  const std::atomic<bool>* aborted = nullptr;  // of the rank, while the channel is made
+  bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
 
   ~State() {
@@ -143,6 +144,7 @@ struct PeerGroup::State {
     const uint32_t all = static_cast<uint32_t>(size) * ++meetings;
     ++segment->met;
     for (int looks = 0; segment->met < all; ++looks) {
+      if (aborted && *aborted) throw ExecutionError(std::string(what) + ": the group has failed; call hw.init again");
       if (segment->aborted) throw ExecutionError(std::string(what) + ": another rank of the channel has failed");
       if (Clock::now() > end) {
         throw ExecutionError(std::string(what) + ": the other ranks of the channel have not joined within " +
@@ -267,12 +269,12 @@ ncclUniqueId PeerGroup::new_id() {
   return id;
 }
 
-PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds)
+PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds, const std::atomic<bool>& aborted)
     : state_(std::make_shared<State>()) {
   Maker maker;
   std::memcpy(&maker, &id, sizeof maker);
   State& state = *state_;
-  state.rank = rank, state.size = size, state.timeout_seconds = timeout_seconds;
+  state.rank = rank, state.size = size, state.timeout_seconds = timeout_seconds, state.aborted = &aborted;
   if (size > kRanks) {
     throw ExecutionError("transport peer: a channel of " + std::to_string(size) + " ranks; the most are " +
                          std::to_string(kRanks) + kOtherTransport);
@@ -311,6 +313,7 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   });
   free_shared(trial);
   close_file_of(maker.token);
+  state.aborted = nullptr;
 }
 
 PeerGroup::~PeerGroup() = default;

@@ -2,6 +2,7 @@
 #pragma once
 #include <nccl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -39,8 +40,10 @@ extern const bool kOneParty;
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not come in time.
-ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds);
+// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not come in time, or if
+// `aborted` becomes true.
+ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
+                        const std::atomic<bool>& aborted);
 // Aborts communicators, with their device current. Ends waits of streams on them, even if a peer is gone.
 void abort(const std::vector<ncclComm_t>& comms);
 // Waits at the end of a call: for the device on the CPU target, not at all on CUDA.

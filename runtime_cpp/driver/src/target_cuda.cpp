@@ -94,8 +94,9 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 
 }  // namespace
 
-// NCCL waits for the other ranks without a timeout, so a thread makes the call and is abandoned after a timeout.
-ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds) {
+// NCCL waits for the other ranks without a timeout, so a thread makes the call and is abandoned after a timeout or an abort.
+ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
+                        const std::atomic<bool>& aborted) {
   const auto making = std::make_shared<Making>();
   std::thread([=] {
     ncclComm_t comm = nullptr;
@@ -109,8 +110,11 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
   }).detach();
   std::unique_lock lock(making->mutex);
   const auto done = [&] { return making->result != ncclInProgress; };
-  if (!making->changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds), done)) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+  while (!making->changed.wait_for(lock, std::chrono::milliseconds(50), done)) {
+    if (!aborted && std::chrono::steady_clock::now() < end) continue;
     making->given_up = true;
+    if (aborted) throw ExecutionError("the group has failed; call hw.init again");
     throw ExecutionError("the channel of " + process_group.key + " is not made within " +
                          std::to_string(std::lround(timeout_seconds)) + " seconds; NCCL_DEBUG=INFO says what NCCL waits for");
   }

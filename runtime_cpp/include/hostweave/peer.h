@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -32,9 +33,9 @@ class PeerGroup {
   // Makes an id for a new group. One rank calls it and sends the id to the others.
   static ncclUniqueId new_id();
 
-  // Collective: joins the group of that id. Throws ExecutionError if some ranks do not join in time, or if the process that made
-  // the id cannot be reached.
-  PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds);
+  // Collective: joins the group of that id. Throws ExecutionError if some ranks do not join in time, if the process that made
+  // the id cannot be reached, or if `aborted` becomes true meanwhile.
+  PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds, const std::atomic<bool>& aborted);
   ~PeerGroup();
   PeerGroup(PeerGroup&&) = delete;
 
