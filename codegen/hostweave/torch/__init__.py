@@ -89,7 +89,8 @@ def compile(
 
     With `fp8=` the linears whose weights the plan states are products of 8-bit floats. "row" and "tensor" have a scale for each row or
     tensor. "block" has one for 128 elements of activations and for 128 x 128 of weights. `fp8={"q_proj": "row"}` names linears by patterns,
-    as the plan does. The program quantises activations and weights to f8e4m3, so weights stay as they are. Gradients are f8e5m2.
+    as the plan does. The program quantises activations and weights to f8e4m3, so weights stay as they are. Gradients are f8e4m3,
+    and f8e5m2 with scales of tensors.
 
     With `fullgraph=False` ops that are missing, branches on values and side effects break the graph. What is returned is a ModelInRegions,
     which runs the regions between as programs and the rest eagerly. Its `explain` tells what fell out.
