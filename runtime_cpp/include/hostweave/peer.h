@@ -33,9 +33,12 @@ class PeerGroup {
   // Makes an id for a new group. One rank calls it and sends the id to the others.
   static ncclUniqueId new_id();
 
+  static inline const std::atomic<bool> kNeverAborted = false;
+
   // Collective: joins the group of that id. Throws ExecutionError if some ranks do not join in time, if the process that made
   // the id cannot be reached, or if `aborted` becomes true meanwhile.
-  PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds, const std::atomic<bool>& aborted);
+  PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
+            const std::atomic<bool>& aborted = kNeverAborted);
   ~PeerGroup();
   PeerGroup(PeerGroup&&) = delete;
 
