@@ -41,6 +41,8 @@ struct Chosen {
   int shared = 0;  // bytes of dynamic shared memory
 };
 
+int64_t processors() { return blocks_at_once() / 2; }
+
 // Hopper has products of warpgroups. A process uses GPUs of one kind.
 bool has_warpgroups() {
   static const bool has = [] {
@@ -55,7 +57,7 @@ bool has_warpgroups() {
 template <class T>
 Chosen<T> chosen(const GroupedProblem& p) {
   const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
-  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= blocks_at_once() / 2;
+  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= processors();
   if (p.wide && has_warpgroups() && (p.outer || each > kTileRows[0] || fills_gpu)) {
     static constexpr Kernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
                                              multiply_rows_of_groups_by_warpgroups};
@@ -89,13 +91,9 @@ void load_as(const GroupedProblem& p) {
 template <class T>
 cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
   const Chosen<T> of = chosen<T>(p);
-  int device = 0, processors = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  const cudaError_t status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status != cudaSuccess) return status;
   const int64_t down = p.outer ? p.groups * ceil_div(p.depth, of.rows) : ceil_div(p.rows, of.rows) + p.groups;
   const int64_t tiles = down * ceil_div(p.columns, of.columns);
-  const int64_t blocks = clamped(tiles, 1, int64_t{of.blocks_each} * processors);
+  const int64_t blocks = clamped(tiles, 1, of.blocks_each * processors());
   return launch_pdl(of.kernel, Grid{.blocks = blocks, .threads = kGroupedThreads, .shared = of.shared}, stream, p, T());
 }
 

@@ -157,9 +157,8 @@ class Pipeline:
         def pipeline(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             return _Recording(self, {key: given[name] for key, name in inputs.items()}).results(actions)
 
-        wanted: dict[str, Any] = {**types}
         mesh = Mesh(self._mesh_axes)
-        return compile_program(hw.fusion(mesh=mesh, **wanted)(pipeline), target=target, options=options)
+        return compile_program(hw.fusion(mesh=mesh, **types)(pipeline), target=target, options=options)
 
     @property
     def _mesh_axes(self) -> tuple[tuple[str, int], ...]:
