@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from four_ranks import AG_MATMUL, RANKS, ROWS_AND_COLUMNS, TWICE, Here, W, X, ag_matmul, on_ranks, twice, x_of
+from processes import environment
 from test_providers import free_port, run_processes
 
 import hostweave as hw
@@ -245,6 +249,34 @@ print(again.rank, again.count, again.failure)
         said,
     )
     assert (has_failed, again) == ("True", "0 1 None")
+
+
+def test_rank_0_is_stopped_before_the_first_call() -> None:
+    """Requests that do not wait in the store also end after `call_timeout`, although a first call may take `timeout`."""
+    script = "import hostweave as hw, sys; hw.init(group='stopped'); print('ready', flush=True); sys.stdin.read()"
+    limit = 2
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+    def gathered(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "M", "K")
+
+    program = hw.compile(gathered)
+    program.build()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment(**place, RANK="0"), **pipes) as first:
+        try:
+            group = hw.init(hw.Environment({**place, "RANK": "1"}), "stopped", call_timeout=limit)
+            assert first.stdout
+            first.stdout.readline()
+            first.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(ExecutionError, match="the store in the process of rank 0 does not answer"):
+                program(x_of(1), group=group)
+            assert time.monotonic() - started < limit + 4
+        finally:
+            first.kill()
+        group.close()
 
 
 FAULTS = """

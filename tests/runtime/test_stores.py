@@ -135,6 +135,25 @@ def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
     assert store.idle == []
 
 
+def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
+    """The others may end because of it."""
+    ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
+    for rank, store in enumerate(ranks):
+        store.on_disconnect("failed", f"rank {rank}".encode())
+        store.on_disconnect(f"ended/{rank}", b"")
+    for rank in (1, 2):
+        will = ranks[rank]._will
+        assert will
+        will.close()
+        tcp_store.get(f"ended/{rank}", 5)
+    ranks[0].close()
+    assert tcp_store.get("failed", 0) == b"rank 1"
+    with pytest.raises(TimeoutError):
+        tcp_store.get("ended/0", 0)
+    for store in ranks:
+        store.close()
+
+
 def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
     value = os.urandom(3_000_000)
     tcp_store.set("large", value)

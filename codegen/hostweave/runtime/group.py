@@ -572,6 +572,7 @@ class Group:
             return seat
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
+            store.patience = min(store.patience, max(_TELLING, self.call_timeout))
             for key, reason in meeting.wills().items():
                 store.on_disconnect(key, reason.encode())
         return meeting

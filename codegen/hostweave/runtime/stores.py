@@ -155,7 +155,8 @@ class TcpServer:
             wills = {}
         finally:
             for key, value in wills.items():
-                self.set(key, value)
+                if key not in self._values:  # the first rank to end is the cause, and others may end because of it
+                    self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -211,6 +212,7 @@ class TcpStore:
         self.idle: list[socket.socket] = []
         self._will: socket.socket | None = None
         self._closed = False
+        self.patience = _GRACE  # seconds for the server to answer, beyond the time that a request waits there
         self.address, connection = self._find(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 
@@ -226,10 +228,10 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value when this process ends without `close`. May be called for several keys."""
+        """Makes the server set this value, unless there is one, when this process ends without `close`. Takes several keys."""
         if self._will is None:
-            self._will = self._connect(self.address, _GRACE)
-        _converse(self._will, _WILL, key, value, 0)
+            self._will = self._connect(self.address, self.patience)
+        _converse(self._will, _WILL, key, value, 0, self.patience)
 
     def close(self) -> None:
         with self._lock:
@@ -244,11 +246,11 @@ class TcpStore:
         with self._lock:
             connection = self.idle.pop() if self.idle else None
         try:
-            connection = connection or self._connect(self.address, _GRACE)
+            connection = connection or self._connect(self.address, self.patience)
         except OSError as error:
             raise _no_answer(error) from error
         try:
-            answer = _converse(connection, what, key, value, timeout)
+            answer = _converse(connection, what, key, value, timeout, self.patience)
         except BaseException:  # the connection may be in the middle of an answer
             connection.close()
             raise
@@ -327,9 +329,9 @@ def _interface(host: str) -> tuple[socket.AddressFamily, str]:
     return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""
 
 
-def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float) -> bytes | None:
+def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float, patience: float) -> bytes | None:
     name = key.encode()
-    connection.settimeout(timeout + _GRACE)
+    connection.settimeout(timeout + patience)
     try:
         if not _has_input(connection):  # otherwise the server has sent goodbye or has closed
             connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
