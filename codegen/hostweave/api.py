@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # see Program._running
     from hostweave.runtime.arguments import Bound
     from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
-    from hostweave.runtime.session import Timing
+    from hostweave.runtime.team import Timing
     from hostweave.timeline.report import Report
     from hostweave.variants import Variants
 

@@ -12,18 +12,19 @@ from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.forks import renewed
-from hostweave.base.interrupts import interruptibly, taken
+from hostweave.base.interrupts import interruptibly
 from hostweave.base.shortages import tells_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import GlobalCall, make_call
+from hostweave.runtime.cpu import Schedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.lifetime import expect_own_devices
 from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
-from hostweave.runtime.session import Session, Timing
+from hostweave.runtime.team import Team, Timing, team_of
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
 from hostweave.types.tensor import shape_given
 from hostweave.variants import Variants
@@ -56,7 +57,6 @@ class Running:
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
         self.variants = Variants(compiled, partial(Running, family=self._family))
-        self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # one per rank of this process that has called it
         self._closed = False
         self._lock = renewed(threading.Lock())
@@ -69,9 +69,6 @@ class Running:
         """Frees all resources. The program cannot run again."""
         with self._lock:
             self._closed = True
-            if self._session:
-                self._session.close()
-                self._session = None
             for local in list(self._locals):
                 local.close()
         self.variants.close()
@@ -235,15 +232,7 @@ class Running:
         def run(one: Running) -> list[GlobalCall]:
             made = [one._call_of(held, *arrays) for arrays in calls]
 
-            def run() -> None:
-                session = one._ready()
-                try:
-                    session.run(made, poison)
-                except ExecutionError as error:
-                    name_users_lines(error, one.compiled.module)
-                    raise
-
-            interruptibly(run)
+            interruptibly(lambda: one._on_all_ranks(lambda team, programs: team.run(programs, made, poison)))
             return made
 
         expect_own_devices()
@@ -270,7 +259,8 @@ class Running:
         def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
             with_marks = one.variants.marked() if marks else one
             made = with_marks._call_of(with_marks._rebound(held) if marks else held, *given)
-            return one.compiled, interruptibly(lambda: with_marks._ready().measure(made, warmups, repetitions))
+            call = partial(with_marks._on_all_ranks, lambda team, programs: team.measure(programs, made, warmups, repetitions))
+            return one.compiled, interruptibly(call)
 
         expect_own_devices()
         if (other := self._for_sizes(self.sizes_of(held, *given))) is not self:
@@ -279,7 +269,8 @@ class Running:
 
     def _here(self) -> Running:
         """Returns self, or the program on the next transport if the ranks of this process cannot use this one."""
-        why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.optional_transports else "")
+        reach = partial(self._on_all_ranks, lambda _, programs: programs[0].out_of_reach)
+        why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
     def sizes_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
@@ -293,17 +284,21 @@ class Running:
     def _call_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName) -> GlobalCall:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
-    def _ready(self) -> Session:
-        """Program on every rank, started again if an error has stopped some."""
-        compiled = self.compiled
-        if compiled.host.windows:
-            why = f"{', '.join(compiled.host.windows)}: is compiled for a window of the rank's"
+    def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
+        """Result of a call on all ranks of this process. They are started again if an error has stopped some."""
+        host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
+        if host.windows:
+            why = f"{', '.join(host.windows)}: is compiled for a window of the rank's"
             raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
-        with taken(self._lock):
-            self._expect_open()
-            if self._session is None or self._session.broken:
-                self._session = None
-                self._session = Session(
-                    self._module(compiled.host.mesh.size), compiled.target, compiled.host.mesh.size, compiled.options.tune
-                )
-            return self._session
+        self._expect_open()
+        module = self._module(ranks)
+        with team_of(target, ranks) as team:
+            programs = [group.programs.get(self) for group in team.groups]
+            if None in programs:
+                with team.turn(module, target, Schedule()):
+                    programs = list(team.each(lambda rank: self._made_local(team.groups[rank], None, ())))
+            try:
+                return call(team, [program for program in programs if program])
+            except ExecutionError as error:
+                name_users_lines(error, module)
+                raise

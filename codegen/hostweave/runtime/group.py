@@ -136,11 +136,22 @@ class Group:
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
 
-    def __init__(self, provider: Provider, name: str, rank: int, count: int, timeout: float, call_timeout: float, device: int | None):
+    def __init__(
+        self,
+        provider: Provider,
+        name: str,
+        rank: int,
+        count: int,
+        timeout: float,
+        call_timeout: float,
+        device: int | None,
+        is_watched: bool = True,
+    ):
+        """A group that is not watched relies on its maker to notice hangs and failures of other ranks."""
         self.name, self.rank, self.count = name, rank, count
         self.timeout, self.call_timeout = timeout, call_timeout
         self.in_process = isinstance(provider, Threads) or count == 1
-        self._device, self._provider = device, provider
+        self._device, self._provider, self._is_watched = device, provider, is_watched
         self._parts: list[Group] = []  # groups split from this one, which are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
@@ -296,7 +307,7 @@ class Group:
                 device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
                 epoch = self._world.epoch if self._world else ""
                 self.members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
-                if target.is_asynchronous or not self.in_process:
+                if self._is_watched and (target.is_asynchronous or not self.in_process):
                     self._watches.append(Watch(self))
             return self.members[target.name]
 
@@ -399,7 +410,7 @@ class Group:
                 module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
             return module.Instance(member, tune, marks_graphs())
 
-        with self._failing(), native_calls:
+        with self.failing(), native_calls:
             return self.waiting(connect)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
@@ -410,7 +421,7 @@ class Group:
             id = self._share_id(f"process_group/all for {target}", id) if self._store else id
             return str(module.connect_all(member, id, self.timeout))
 
-        with self._failing(), native_calls:
+        with self.failing(), native_calls:
             return self.waiting(connect)
 
     def waiting(self, work: Callable[[], T]) -> T:
@@ -440,7 +451,7 @@ class Group:
     # --- failures
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Fails the group on all ranks if the code inside raises."""
         try:
             yield
@@ -526,7 +537,8 @@ class Group:
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
         """Tells the watchdogs of the other ranks about the next meeting, for these sizes of a call or for a program's first call."""
-        self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
+        if not self.in_process:  # threads notice by themselves which of them is late
+            self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
         """Message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""

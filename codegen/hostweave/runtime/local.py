@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -22,6 +22,7 @@ from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
+from hostweave.runtime.call import GlobalCall
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
@@ -34,6 +35,7 @@ from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
 
 T = TypeVar("T")
+StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
 _building = renewed(threading.Lock())  # ranks that are threads need the module at the same time
 
@@ -59,7 +61,7 @@ class LocalProgram:
         disagree on it. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
-        self.host, self._target, self._group = host, target, group
+        self.host, self.target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
         counts_apart = any(channel.transport.graphs_apart for channel in host.channels)
         self.common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
@@ -71,6 +73,7 @@ class LocalProgram:
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # shapes of the last call
+        self._staged: Any = None  # calls of `Program.run`
         self._bound_spans: tuple[Span, ...] = ()  # of all ranks, for the last call
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[Schedule, Any] | None = None
@@ -81,7 +84,7 @@ class LocalProgram:
                 loaded = module()
             if stream and loaded.is_captured(stream):
                 raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
-            return loaded, group.member(loaded, self._target)
+            return loaded, group.member(loaded, self.target)
 
         self._intent = replace(self._intent, bound=lacks)
         group.announce()
@@ -89,12 +92,12 @@ class LocalProgram:
         self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
         graphs = self.module.Graphs
         self._graphs = graphs.noted if self.common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
-        self._device = self._target.device_of_arrays(self._member)
-        self.arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
+        self._device = self.target.device_of_arrays(self._member)
+        self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._meets, group.windows)
         self.native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
         # Reason why ranks cannot reach each other's memory, or ""; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
-        self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
+        self._measured = Measured(self.module, self.target.device_name()) if options.tune else None
         self._asks = True  # exchange measured algorithms when plans are made next; true only when all ranks make plans
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = None
@@ -128,7 +131,7 @@ class LocalProgram:
 
     def close(self) -> None:
         """Frees what the program holds on the rank, after the current call."""
-        self.native = self._member = None
+        self._staged = self.native = self._member = None
         self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
@@ -192,7 +195,7 @@ class LocalProgram:
                 self._open()
                 handle = self.arguments.handle(stream, taken.library)
                 self._compare(taken, shapes)
-                if self._meets and not self._target.is_asynchronous:  # the CPU device would take a late rank for one that never comes
+                if self._meets and not self.target.is_asynchronous:  # the CPU device would take a late rank for one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
                 self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
 
@@ -201,6 +204,35 @@ class LocalProgram:
             return Captured(launch, kept, lambda: self._given_back(bound, arrays, outputs))
         results = self._given_back(bound, arrays, outputs) if out is None else out
         return Captured(launch, kept, lambda: results)
+
+    # --- for `Program.run`
+
+    def is_prepared_for(self, call: GlobalCall) -> bool:
+        return bool(self._ready_for == call.global_shapes())
+
+    def prepare_for(self, call: GlobalCall) -> None:
+        """Prepares calls of the shapes of this one. All ranks do so at the same time."""
+        self._ready_for, shapes = None, [view.shape for view in call.inputs[self._group.rank]]
+        with self._group.failing() if self.module.prepares_together else nullcontext(), self._measuring():
+            self._open()[0].prepare(shapes, call.global_shapes(), 0)
+        self._ready_for = call.global_shapes()
+
+    def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
+        """Stages prepared calls: allocates memory for them, and fetches arrays from GPUs of other ranks.
+
+        Returns the function that makes them, by `work`, on the rank's thread.
+        """
+        native, member = self._open()
+        staged = self._staged = self._staged or self.module.StagedCalls(native)
+        staged.prepare([call.places(self._group.rank) for call in calls])
+
+        def make(work: StagedWork[T]) -> T:
+            with self._group.calling:
+                return self._group.run(self.host.name, member, work, staged, self._schedule())
+
+        return make
+
+    # --- steps of a call
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
@@ -367,9 +399,9 @@ class LocalProgram:
         group, name, mesh = self._group, self.host.name, self.host.mesh
         if group.count != mesh.size:
             raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
-        if self._target.needs_one_host and group.hosts > 1:
+        if self.target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
-                f"{name}: is for the target {self._target.name}, whose ranks share the memory of one host; group {group.name!r} "
+                f"{name}: is for the target {self.target.name}, whose ranks share the memory of one host; group {group.name!r} "
                 f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
             )
 

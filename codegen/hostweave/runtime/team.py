@@ -1,0 +1,230 @@
+"""All ranks of a mesh in this process, for `Program.run`: a thread and a group each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from types import ModuleType
+from typing import Any, TypeVar
+
+from hostweave.base.errors import ExecutionError, reason_of
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import LOOK, carried, taken
+from hostweave.runtime.call import GlobalCall
+from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.group import INIT_TIMEOUT, Group
+from hostweave.runtime.lifetime import calls as native_calls
+from hostweave.runtime.lifetime import expect_going_on
+from hostweave.runtime.local import LocalProgram, StagedWork
+from hostweave.runtime.providers import Threads
+from hostweave.runtime.standstill import describe
+from hostweave.runtime.watchdog import say
+from hostweave.targets.target import Target
+
+T = TypeVar("T")
+Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
+
+_STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one may be in a long matmul
+
+_numbers = count()
+_teams: dict[tuple[str, int], Team] = {}  # by target and number of ranks
+_turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One call on one rank: host time of the program's `run`, and device time from the start of its first work to the end of its last."""
+
+    enqueue_us: float
+    total_ms: float
+    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # time from the first work to each mark
+
+
+class Team:
+    """Ranks of one group, which programs of a target share. A failure of the group leaves it `broken`: make a new one.
+
+    Use it only from threads other than the main thread, which alone receives signals (`interruptibly`).
+    """
+
+    def __init__(self, size: int):
+        self._work: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size)]
+        self.groups: list[Group] = []
+        name, ranks = f"ranks {next(_numbers)}", Threads(size)
+        ranks.threads[:] = [
+            threading.Thread(target=_serve, args=(work,), name=f"hostweave {name}, rank {rank}", daemon=True)
+            for rank, work in enumerate(self._work)
+        ]
+        for thread in filter(None, ranks.threads):
+            thread.start()
+        try:
+            make = partial(Group, ranks, name, count=size, timeout=INIT_TIMEOUT, call_timeout=INIT_TIMEOUT, is_watched=False)
+            self.groups = self.each(lambda rank: make(rank=rank, device=rank))
+        except BaseException:
+            self._end_threads()
+            raise
+
+    def __del__(self) -> None:
+        self._end_threads()
+
+    @property
+    def broken(self) -> bool:
+        return any(group.failure for group in self.groups)
+
+    def close(self) -> None:
+        """Frees what programs hold on the ranks, and ends each thread after its current work."""
+        for group in self.groups:
+            group.close()
+        self._end_threads()
+
+    def run(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], poison: bool) -> None:
+        """Runs calls one after another and waits for the last. An interrupt stops the ranks."""
+        for call in calls:
+            call.expect_shapes_of(calls[0])
+        self._call(programs, calls, lambda staged, how: staged.run(how, poison))
+
+    def measure(self, programs: Sequence[LocalProgram], call: GlobalCall, warmups: int, repetitions: int) -> list[list[Timing]]:
+        gate = programs[0].module.Gate(len(programs))
+        times = self._call(programs, [call], lambda staged, how: staged.measure(how, warmups, repetitions, gate))
+        return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
+
+    def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
+        """Results of `work` on every rank, after the ranks are prepared for these calls."""
+        for group in self.groups:
+            group.call_timeout = schedule().timeout_seconds * len(calls)
+        module = programs[0].module
+        with self.turn(module, programs[0].target, Schedule()):
+            if not all(program.is_prepared_for(calls[0]) for program in programs):
+                self.each(lambda rank: programs[rank].prepare_for(calls[0]))
+            made = [program.staged(calls) for program in programs]  # on this thread, which is cheaper than waking others
+        with self.turn(module, programs[0].target, schedule()):
+            return self.each(lambda rank: made[rank](work), programs)
+
+    @contextmanager
+    def turn(self, module: ModuleType, target: Target, wanted: Schedule) -> Iterator[None]:
+        """Waits until the devices are free, and keeps them."""
+        member = self.groups[0].member(module, target)
+        while not (turn := module.lease(module.Schedule(**vars(wanted)), member, LOOK)):
+            expect_going_on()
+        try:
+            yield
+        finally:
+            del turn, member  # an error's traceback would keep them
+
+    def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
+        """Returns the result of `work` for each rank, run on the rank's thread.
+
+        If the wait is interrupted, if `programs` do not come further, or if `work` fails the group of a rank, then all ranks are
+        stopped wherever they wait. Another error stops nobody. Raises the first error.
+        """
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        for rank, queue in enumerate(self._work):
+            queue.put(partial(_answer, answers, carried(work), rank))
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        is_stopping = False
+        look: Callable[[], None] = partial(self._expect_progress, programs)
+        try:
+            while len(results) < len(self._work):
+                try:
+                    rank, results[rank], error = _next(answers, look)
+                    failure = self.groups[rank].failure if error and self.groups else None
+                except BaseException as interruption:
+                    error, failure = interruption, reason_of(interruption)
+                    if is_stopping:
+                        break  # the timeout for stopping has passed
+                if error:
+                    errors.append(error)
+                    if failure and not is_stopping:
+                        _say_where(programs, error)
+                        self._give_up(failure)
+                        is_stopping, look = True, _until(time.monotonic() + _STOPPING)
+            if errors:
+                first = next((group.failure for group in self.groups if group.failure), "")
+                raise next((error for error in errors if first.endswith(str(error))), errors[0])
+            return [results[rank] for rank in range(len(self._work))]
+        finally:
+            errors.clear()  # their tracebacks refer to this frame
+            error = None
+
+    def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
+        """Raises ExecutionError if the interpreter ends or no rank makes progress. The CPU device detects the latter itself."""
+        expect_going_on()
+        if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
+            raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_stands(programs)]))
+
+    def _give_up(self, reason: str) -> None:
+        """Aborts all ranks at the same time, because one of them may wait for another."""
+        for group in self.groups[:1]:
+            group.meeting.fail(reason)  # ends waits on the host, too
+        stopping = [threading.Thread(target=group.give_up, args=(reason,)) for group in self.groups]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
+
+    def _end_threads(self) -> None:
+        for work in self._work:
+            work.put(None)
+
+
+@contextmanager
+def team_of(target: Target, size: int) -> Iterator[Team]:
+    """Team of a target's programs on so many ranks, for use by this thread alone. One that breaks is closed."""
+    key = target.name, size
+    with taken(_turn), native_calls:
+        team = _teams[key] = _teams.get(key) or Team(size)
+        try:
+            yield team
+        finally:
+            if team.broken:
+                del _teams[key]
+                team.close()
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while work := queue.get():
+        work()
+        del work  # may hold a program's device memory
+
+
+def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
+    try:
+        answers.put((rank, work(rank), None))
+    except BaseException as error:
+        answers.put((rank, None, error))
+
+
+def _next(answers: SimpleQueue[Answer], look: Callable[[], None]) -> Answer:
+    while True:
+        try:
+            return answers.get(timeout=LOOK)
+        except Empty:
+            look()
+
+
+def _until(deadline: float) -> Callable[[], None]:
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise ExecutionError(f"a rank does not stop within {_STOPPING:g} seconds")
+
+    return look
+
+
+def _say_where(programs: Sequence[LocalProgram], error: BaseException) -> None:
+    """Prints the positions of the ranks on stderr if an interruption, such as Ctrl-C, strikes a call."""
+    if not isinstance(error, Exception) and any(program.progress[3] > 0 for program in programs):
+        say("\n".join([f"{programs[0].host.name}: {reason_of(error)}", *_stands(programs)]))
+
+
+def _stands(programs: Sequence[LocalProgram]) -> list[str]:
+    return describe([[program.stand()] for program in programs])
+
+
+os.register_at_fork(after_in_child=_teams.clear)
