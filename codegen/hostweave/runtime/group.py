@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count as count_from
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,30 +22,27 @@ from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked
 from hostweave.runtime.board import Board
+from hostweave.runtime.failures import TELLING, FallibleGroup
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
-from hostweave.runtime.sizes import LastSizes, other_call
-from hostweave.runtime.standstill import Stand, describe, from_note, marks_graphs, to_note
-from hostweave.runtime.stores import Store, StoreClosed, TcpStore
-from hostweave.runtime.watchdog import Watch, say
+from hostweave.runtime.sizes import LastSizes
+from hostweave.runtime.standstill import marks_graphs, to_note
+from hostweave.runtime.stores import Store, TcpStore
+from hostweave.runtime.watchdog import Watch
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:
-    from hostweave.runtime.local import LocalProgram
+    pass
 
 T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
-_ABORTING = 15.0  # maximum seconds for aborting
-_TELLING = 1.0  # seconds for the store to take a message to the other ranks
-_ANSWER = 1.0  # seconds for the other ranks to answer where they stand
-_STORE = 10.0  # seconds for the store to answer whether the group has failed
 _MOST_SECONDS = 1e8  # seconds; clocks accept no longer limit
 
 
@@ -128,7 +124,7 @@ def current(group: str = "default") -> Group | None:
     return None
 
 
-class Group:
+class Group(FallibleGroup):
     """Ranks that call programs together, seen from one of them. `hw.init` makes groups.
 
     `rank` is this rank, of `count`. `local_rank` is its index among the ranks of its host. A failed group cannot be reused.
@@ -148,34 +144,22 @@ class Group:
         is_watched: bool = True,
     ):
         """A group that is not watched relies on its maker to notice hangs and failures of other ranks."""
-        self.name, self.rank, self.count = name, rank, count
-        self.timeout, self.call_timeout = timeout, call_timeout
+        super().__init__(name, rank, count, call_timeout)
+        self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
         self._device, self._provider, self._is_watched = device, provider, is_watched
         self._parts: list[Group] = []  # groups split from this one, which are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
-        self.members: dict[str, Any] = {}  # by target
         self._watches: list[Watch] = []
         self.windows = Windows(weakref.proxy(self))
-        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # programs called in this group
-        self._failure: str | None = None
-        self._aborted = threading.Event()  # set when the abort after a failure is done
-        self._calls = 0  # number of calls made; the same calls on all ranks
         self.board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
-        self._waits_on_board = False  # true while it waits for late ranks
-        self.compared_calls = 0  # calls of programs whose sizes ranks compare
-        self._numbers = count_from(0)
         self.last_sizes: weakref.WeakKeyDictionary[object, LastSizes] = (
             weakref.WeakKeyDictionary()
         )  # by an object that the variants of a program share
-        self._sizes: weakref.WeakValueDictionary[int, LastSizes] = weakref.WeakValueDictionary()  # by number
-        self.closed = False
-        self._lock = threading.RLock()
         self.calling = threading.RLock()  # held by the thread that makes a call as this rank
         self._store: Store | None = None
         self._world: World | None = None
-        self.meeting = Meeting(rank, count)
         if (store := provider.store(name, timeout)) is not None:
             self._store = store
             try:
@@ -189,11 +173,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<hostweave group {self.name!r}, rank {self.rank} of {self.count}>"
-
-    @property
-    def failure(self) -> str | None:
-        """Reason why the group has failed or is closed, or None."""
-        return self._failure or ("closed" if self.closed else None)
 
     @property
     def can_meet(self) -> bool:
@@ -291,13 +270,6 @@ class Group:
         self._aborted.set()
 
     # --- used by programs on this rank
-
-    def expect_working(self) -> None:
-        if reason := self.failure:
-            if self._failure:
-                self._aborted.wait(_ABORTING)
-            state = f"has failed and cannot be reused: {reason}" if self._failure else "is closed"
-            raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
 
     def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target. Any program's module can make it, and all programs share it."""
@@ -397,7 +369,7 @@ class Group:
     def _gathered(self, record: str, timeout: float) -> list[str]:
         """Records of all ranks. Raises TimeoutError if the store does not answer; noticing that may take up to a second more."""
         gather = partial(self.meeting.gather, record, timeout)
-        return within(timeout + _TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
+        return within(timeout + TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """The module's program on this rank. All ranks together make the channels that the program needs and the rank lacks."""
@@ -448,133 +420,6 @@ class Group:
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
-    # --- failures
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Fails the group on all ranks if the code inside raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(f"rank {self.rank}: {reason_of(error)}")
-            raise
-
-    def _told(self) -> str | None:
-        """Reason why the group has failed: some rank's report, or an unreachable store. None if it has not failed."""
-        failure = self.meeting.failure
-        try:
-            return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
-        except StoreClosed:  # rank 0 has ended normally, so all common calls are done
-            return None
-        except TimeoutError:
-            return "the store in the process of rank 0 does not answer"
-        except ExecutionError as error:
-            return str(error)
-
-    def fail(self, reason: str) -> None:
-        """Marks the group as failed, on this rank and all others."""
-
-        def fail() -> None:
-            if not self._failure:  # otherwise the others know already
-                self._tell(lambda: self._say_why(reason))
-            self.give_up(reason)
-
-        interruptibly(fail)
-
-    def _say_why(self, reason: str) -> None:
-        self.meeting.note(to_note(self.stands()))  # first: nobody stands anywhere after an abort
-        self.meeting.fail(reason)
-
-    def interrupted(self, reason: str) -> None:
-        """Gives up, as by Ctrl-C, with a report on stderr."""
-        if not self._failure:
-            say(report := self.report(f"rank {self.rank}: {reason}"))
-            self.give_up(report)
-
-    def _tell(self, tell: Callable[[], None]) -> None:
-        """Sends something to the other ranks, and ignores errors of the store."""
-        with contextlib.suppress(ExecutionError, TimeoutError):
-            within(_TELLING, tell)
-
-    def give_up(self, reason: str) -> None:
-        """Aborts all waits for other ranks. Programs can no longer be called in this group, and other groups can use its devices."""
-        with self._lock:
-            is_first, self._failure = not self._failure, self._failure or reason
-            members = list(self.members.values())
-        if not is_first:
-            self._aborted.wait(_ABORTING)
-            return
-        try:
-            with contextlib.nullcontext() if native_calls.ending else native_calls:
-                for member in members:
-                    member.abort(reason)
-        finally:
-            self._aborted.set()
-
-    def overdue(self) -> str | None:
-        """Message about a call that exceeds `call_timeout`, or None."""
-        for program in list(self.programs.values()):
-            name, _, done, seconds = program.progress
-            if seconds > self.call_timeout:
-                return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
-        return None
-
-    def deserted(self) -> str | None:
-        """Message about a call that can never finish because a rank left without making it, or None."""
-        call = self._calls + self._waits_on_board
-        if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
-            return None
-        for rank, calls in self.meeting.left().items():
-            if calls < call:
-                return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
-        return None
-
-    def number(self, sizes: LastSizes) -> int:
-        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
-        number = next(self._numbers)
-        self._sizes[number] = sizes
-        return number
-
-    def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks about the next meeting, for these sizes of a call or for a program's first call."""
-        if not self.in_process:  # threads notice by themselves which of them is late
-            self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
-
-    def diverged(self) -> str | None:
-        """Message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
-        if (announced := self.meeting.announced()) is None:
-            return None
-        meeting, text = announced
-        rank, calls, number, call, given = json.loads(text)
-        if rank == self.rank:
-            return None
-        sizes = self._sizes.get(number)
-        difference = sizes.differ_from(rank, call, given) if sizes else None
-        if difference is None and self.compared_calls > calls:
-            difference = other_call(rank, self.rank, calls + 1)
-        return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
-
-    def stands(self) -> list[Stand]:
-        """Position of this rank in each program that was called."""
-        return [program.stand() for program in list(self.programs.values())]
-
-    def report(self, reason: str) -> str:
-        """Tells the other ranks why the group has failed, and says where each stands. Takes about a second at most."""
-
-        def notes() -> list[str | None]:
-            self.meeting.note(to_note(self.stands()))
-            self.meeting.fail(reason)
-            return self.meeting.notes(_ANSWER)
-
-        lines = [f"group {self.name!r}: {reason}"]
-        try:
-            lines += describe([from_note(note) if note else None for note in within(_ANSWER + _TELLING, notes)])
-        except TimeoutError:
-            lines.append("  the store in the process of rank 0 does not answer")
-        except Exception as error:  # whatever it is, the channels have to be aborted
-            lines.append(f"  {error}")
-        return "\n".join(lines)
-
     # --- construction
 
     def _seat(self, provider: Provider, store: Store, world: World) -> Meeting:
@@ -584,7 +429,7 @@ class Group:
             return seat
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            store.patience = min(store.patience, max(_TELLING, self.call_timeout))
+            store.patience = min(store.patience, max(TELLING, self.call_timeout))
             for key, reason in meeting.wills().items():
                 store.on_disconnect(key, reason.encode())
         return meeting

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
@@ -143,3 +144,9 @@ def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
             yield f"rank {peer}, which is done with call {stand.call}"
         elif not own.has_come(rank, stand.call, stream):
             yield f"rank {peer}"
+
+
+def say(report: str) -> None:
+    """Writes a report to stderr, at once: print writes the end of the line by itself, and ranks share a terminal."""
+    sys.stderr.write(f"hostweave: {report}\n")
+    sys.stderr.flush()

@@ -24,8 +24,7 @@ from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_going_on
 from hostweave.runtime.local import LocalProgram, StagedWork
 from hostweave.runtime.providers import Threads
-from hostweave.runtime.standstill import describe
-from hostweave.runtime.watchdog import say
+from hostweave.runtime.standstill import describe, say
 from hostweave.targets.target import Target
 
 T = TypeVar("T")

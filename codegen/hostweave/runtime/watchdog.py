@@ -7,16 +7,13 @@ because the store may not answer.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ExecutionError
+from hostweave.runtime.failures import FallibleGroup
+from hostweave.runtime.standstill import say
 from hostweave.runtime.stores import StoreClosed
-
-if TYPE_CHECKING:
-    from hostweave.runtime.group import Group
 
 _PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and of the others
 
@@ -24,7 +21,7 @@ _PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and of the
 class Watch:
     """The two threads, and the failure that the listener has found."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: FallibleGroup):
         """Starts to watch, until the group is closed, fails or is freed."""
         self.reason = ""  # reason why the group has failed
         self.news = threading.Event()
@@ -43,13 +40,7 @@ class Watch:
             self._listener.join(_LISTENS)
 
 
-def say(report: str) -> None:
-    """Writes a report to stderr, at once: print writes the end of the line by itself, and ranks share a terminal."""
-    sys.stderr.write(f"hostweave: {report}\n")
-    sys.stderr.flush()
-
-
-def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
+def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         meeting = group.meeting
         try:
@@ -66,7 +57,7 @@ def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
             return heard.news.set()
 
 
-def _watch(watched: weakref.ref[Group], heard: Watch) -> None:
+def _watch(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         if reason := heard.reason or group.overdue():
             say(report := group.report(reason))

@@ -1,0 +1,185 @@
+"""Failures of a group: how a rank notices them, tells the other ranks, and gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count as count_from
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import ExecutionError, reason_of
+from hostweave.base.interrupts import interruptibly, within
+from hostweave.runtime.lifetime import calls as native_calls
+from hostweave.runtime.meeting import Meeting, StoreMeeting
+from hostweave.runtime.sizes import LastSizes, other_call
+from hostweave.runtime.standstill import Stand, describe, from_note, say, to_note
+from hostweave.runtime.stores import StoreClosed
+
+if TYPE_CHECKING:
+    from hostweave.runtime.local import LocalProgram
+
+ABORTING = 15.0  # maximum seconds for aborting
+TELLING = 1.0  # seconds for the store to take a message to the other ranks
+_ANSWER = 1.0  # seconds for the other ranks to answer where they stand
+_STORE = 10.0  # seconds for the store to answer whether the group has failed
+
+
+class FallibleGroup:
+    """The part of a group that handles failures. A failed group cannot be reused."""
+
+    in_process: bool  # the ranks are threads of this process
+
+    def __init__(self, name: str, rank: int, count: int, call_timeout: float):
+        self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
+        self.meeting = Meeting(rank, count)
+        self.members: dict[str, Any] = {}  # by target
+        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # programs called in this group
+        self.compared_calls = 0  # calls of programs whose sizes ranks compare
+        self.closed = False
+        self._lock = threading.RLock()
+        self._failure: str | None = None
+        self._aborted = threading.Event()  # set when the abort after a failure is done
+        self._calls = 0  # number of calls made; the same calls on all ranks
+        self._waits_on_board = False  # true while it waits for late ranks
+        self._numbers = count_from(0)
+        self._sizes: weakref.WeakValueDictionary[int, LastSizes] = weakref.WeakValueDictionary()  # by number
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why the group has failed or is closed, or None."""
+        return self._failure or ("closed" if self.closed else None)
+
+    def expect_working(self) -> None:
+        if reason := self.failure:
+            if self._failure:
+                self._aborted.wait(ABORTING)
+            state = f"has failed and cannot be reused: {reason}" if self._failure else "is closed"
+            raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Fails the group on all ranks if the code inside raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(f"rank {self.rank}: {reason_of(error)}")
+            raise
+
+    def _told(self) -> str | None:
+        """Reason why the group has failed: some rank's report, or an unreachable store. None if it has not failed."""
+        failure = self.meeting.failure
+        try:
+            return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
+        except StoreClosed:  # rank 0 has ended normally, so all common calls are done
+            return None
+        except TimeoutError:
+            return "the store in the process of rank 0 does not answer"
+        except ExecutionError as error:
+            return str(error)
+
+    def fail(self, reason: str) -> None:
+        """Marks the group as failed, on this rank and all others."""
+
+        def fail() -> None:
+            if not self._failure:  # otherwise the others know already
+                self._tell(lambda: self._say_why(reason))
+            self.give_up(reason)
+
+        interruptibly(fail)
+
+    def _say_why(self, reason: str) -> None:
+        self.meeting.note(to_note(self.stands()))  # first: nobody stands anywhere after an abort
+        self.meeting.fail(reason)
+
+    def interrupted(self, reason: str) -> None:
+        """Gives up, as by Ctrl-C, with a report on stderr."""
+        if not self._failure:
+            say(report := self.report(f"rank {self.rank}: {reason}"))
+            self.give_up(report)
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Sends something to the other ranks, and ignores errors of the store."""
+        with contextlib.suppress(ExecutionError, TimeoutError):
+            within(TELLING, tell)
+
+    def give_up(self, reason: str) -> None:
+        """Aborts all waits for other ranks. Programs can no longer be called in this group, and other groups can use its devices."""
+        with self._lock:
+            is_first, self._failure = not self._failure, self._failure or reason
+            members = list(self.members.values())
+        if not is_first:
+            self._aborted.wait(ABORTING)
+            return
+        try:
+            with contextlib.nullcontext() if native_calls.ending else native_calls:
+                for member in members:
+                    member.abort(reason)
+        finally:
+            self._aborted.set()
+
+    def overdue(self) -> str | None:
+        """Message about a call that exceeds `call_timeout`, or None."""
+        for program in list(self.programs.values()):
+            name, _, done, seconds = program.progress
+            if seconds > self.call_timeout:
+                return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
+        return None
+
+    def deserted(self) -> str | None:
+        """Message about a call that can never finish because a rank left without making it, or None."""
+        call = self._calls + self._waits_on_board
+        if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
+            return None
+        for rank, calls in self.meeting.left().items():
+            if calls < call:
+                return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
+        return None
+
+    def number(self, sizes: LastSizes) -> int:
+        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
+        number = next(self._numbers)
+        self._sizes[number] = sizes
+        return number
+
+    def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
+        """Tells the watchdogs of the other ranks about the next meeting, for these sizes of a call or for a program's first call."""
+        if not self.in_process:  # threads notice by themselves which of them is late
+            self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
+
+    def diverged(self) -> str | None:
+        """Message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
+        if (announced := self.meeting.announced()) is None:
+            return None
+        meeting, text = announced
+        rank, calls, number, call, given = json.loads(text)
+        if rank == self.rank:
+            return None
+        sizes = self._sizes.get(number)
+        difference = sizes.differ_from(rank, call, given) if sizes else None
+        if difference is None and self.compared_calls > calls:
+            difference = other_call(rank, self.rank, calls + 1)
+        return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
+
+    def stands(self) -> list[Stand]:
+        """Position of this rank in each program that was called."""
+        return [program.stand() for program in list(self.programs.values())]
+
+    def report(self, reason: str) -> str:
+        """Tells the other ranks why the group has failed, and says where each stands. Takes about a second at most."""
+
+        def notes() -> list[str | None]:
+            self.meeting.note(to_note(self.stands()))
+            self.meeting.fail(reason)
+            return self.meeting.notes(_ANSWER)
+
+        lines = [f"group {self.name!r}: {reason}"]
+        try:
+            lines += describe([from_note(note) if note else None for note in within(_ANSWER + TELLING, notes)])
+        except TimeoutError:
+            lines.append("  the store in the process of rank 0 does not answer")
+        except Exception as error:  # whatever it is, the channels have to be aborted
+            lines.append(f"  {error}")
+        return "\n".join(lines)
