@@ -45,6 +45,16 @@ FLOORS = (
     ("types",),
     ("base",),
 )
+# Modules that import inside functions. All other imports are at the head of their module.
+DELAYED_IMPORTS = {
+    "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
+        *("api", "compiled", "build/program", "check/check", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
+        "torch/regions",
+    ),
+    "packages that may be missing": ("torch/generation", "types/numpy_dtypes"),
+    "classes whose parser imports them": ("fusion_ir/ir", "host_ir/ir"),
+    "the names of the package, for a message": ("fusion_ir/frontend/remedies",),
+}
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 
@@ -81,6 +91,15 @@ def test_imports_point_down() -> None:
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
         ]
     assert not wrong
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    found = set()
+    for path in modules():
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        if any(isinstance(node, ast.Import | ast.ImportFrom) for function in functions for node in ast.walk(function)):
+            found.add(str(path.relative_to(PACKAGE).with_suffix("")))
+    assert found == {name for names in DELAYED_IMPORTS.values() for name in names}
 
 
 def test_private_names_stay_in_their_modules() -> None:

@@ -26,13 +26,13 @@ from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.team import Team, Timing, team_of
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
+from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import shape_given
 from hostweave.variants import Variants
 
 T = TypeVar("T")
 Arrays = Sequence[Any]
 ArraysByName = Mapping[str, Any]
-Sizes = Mapping[str, int]
 Given = tuple[Arrays, ArraysByName]  # by position, and by name
 
 _told: set[str] = set()

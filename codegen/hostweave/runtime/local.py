@@ -27,12 +27,12 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.meeting import CallSignature, Shape, Span
+from hostweave.runtime.meeting import CallSignature, Span
 from hostweave.runtime.sizes import ComparedSizes, LastSizes, Sizes
 from hostweave.runtime.standstill import Stand, stand_of
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.tensor import block_shape, holds
+from hostweave.types.tensor import Shape, block_shape, holds
 
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result

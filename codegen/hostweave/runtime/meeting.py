@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from hostweave.runtime.stores import MemoryStore, Store, TcpStore
+from hostweave.types.tensor import Shape
 
 _LOOK = 0.25  # seconds between checks for a failure of another rank
 _LEFT = "-1 left"  # replaces a record; followed by the number of calls that the rank has made
@@ -296,9 +297,6 @@ class ThreadMeeting(Meeting):
 
 
 # --- signatures of calls ----------------------------------------------------------------------------------------------
-
-
-Shape = tuple[int, ...]
 
 
 class Span(NamedTuple):

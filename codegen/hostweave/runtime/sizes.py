@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.host_ir.ir import HostProgram
-from hostweave.runtime.meeting import CallSignature, Shape
+from hostweave.runtime.meeting import CallSignature
 from hostweave.runtime.taken import Taken
-from hostweave.types.tensor import holds
+from hostweave.types.tensor import Shape, holds
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group

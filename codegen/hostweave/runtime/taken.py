@@ -14,10 +14,10 @@ from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import Bound, accept, expect_as_many, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
-from hostweave.runtime.meeting import Shape, Span
+from hostweave.runtime.meeting import Span
 from hostweave.runtime.windows import WindowPlace, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.tensor import block_shape, global_shape, holds, shape_of_global
+from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
 Output = tuple[Library, Array] | None  # None if this rank holds no block of it
 

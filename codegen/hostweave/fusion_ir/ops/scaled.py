@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.fusion_ir.index_map import ONE, IndexMap
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Shape
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import COMPOSED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
-from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
 
 BLOCK = 128  # elements of a block along each of its dims
@@ -18,8 +17,6 @@ RESULTS = (bf16, f16, f32)
 # Reasons why cuBLASLt does not compute one: unsupported scales, both operands f8e5m2, or K or N not a multiple of STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 STEP = 16  # cuBLASLt multiplies 8-bit floats if K and N are multiples of this
-
-Shape = tuple[Size, ...]
 
 
 def scaling(a: Shape, b: Shape, scale_a: Shape, scale_b: Shape) -> str:
