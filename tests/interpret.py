@@ -222,6 +222,8 @@ class _Rank:
         definition, result = OPS[op.kind], op.result.type
         stated = definition.stated_type(lambda: tuple(size.bind(self.sizes) for size in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
+        if op.kind == "astype":
+            return cast(np.asarray(operands[0]), result.dtype)  # saturates
         with np.errstate(all="ignore"):
             computed: Array = np.asarray(definition.numpy(np, *operands, **bound_attributes(op, self.sizes), **stated))
         return cast(computed, result.dtype)

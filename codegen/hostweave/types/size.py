@@ -336,11 +336,11 @@ class SizeReader(Lexer):
             return name
         with self.inside():
             size = self._product()
-        if name == "ceil":
-            self.expect("/")
+        while name == "ceil" and self.accept("/"):  # the last divisor is that of the share: ceil(M/2/4)
             ranks = self._divisor(size, start)
-            self.expect(")")
-            return CeilDiv(size, ranks)
+            if self.accept(")"):
+                return CeilDiv(size, ranks)
+            size = size // ranks
         self.expect(",")
         axes, mesh = self.mesh_axes(), None
         if self.accept("on"):

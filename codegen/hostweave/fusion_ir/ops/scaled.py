@@ -61,18 +61,26 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims; blocks join only the outermost parts."""
-    m, n = types[0].shape[0], types[1].shape[1]
-    labels = ("m", "k"), ("k", "n")
-    scales = [
-        tuple(None if have == ONE else label for have, label in zip(type.shape, of, strict=True))
-        for type, of in zip(types[2:], labels, strict=True)
+    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims; blocks join only the outermost parts.
+
+    A dim of a single block has no label, since ranks cannot share a block.
+    """
+    kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
+    dims = [
+        (label, of, have)
+        for labels, type, scale in zip(operands, types[:2], types[2:], strict=True)
+        for label, of, have in zip(labels, type.shape, scale.shape, strict=True)
     ]
-    has_blocks = scaling(*(type.shape for type in types)) == BLOCKS
-    outer = {"k"} if has_blocks else set()
-    outer |= {"m"} if has_blocks and types[2].shape[0] != m else set()
-    outer |= {"n"} if has_blocks and types[3].shape[1] != n else set()
-    return IndexMap((*labels, *scales), ("m", "n"), frozenset(outer))
+    cut = {label for label, of, have in dims if kind == BLOCKS and have != of}
+    single = {label for label, of, have in dims if label in cut and have == ONE}
+    scales = [label if kind != TENSOR and (have == of or label in cut) else None for label, of, have in dims]
+
+    def joined(*labels: str | None) -> tuple[str | None, ...]:
+        return tuple(None if label in single else label for label in labels)
+
+    return IndexMap(
+        (*(joined(*of) for of in operands), joined(*scales[:2]), joined(*scales[2:])), joined("m", "n"), frozenset(cut - single)
+    )
 
 
 def scaled(x: Any, scale: Any) -> Any:

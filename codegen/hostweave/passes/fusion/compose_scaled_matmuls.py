@@ -16,6 +16,7 @@ from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, SIZES, STEP, scaling
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import TensorType, f8e5m2
 
 
@@ -40,4 +41,10 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
         return MACHINE
     (inner, columns), stream = b.local_shape(mesh), op.result.stream
     parts = stream.chunks or 1 if stream and stream.dim == 1 else 1
-    return SIZES if any(size.is_int and int(size) % (STEP * by) for size, by in ((inner, 1), (columns, parts))) else ""
+    return SIZES if any(_divides_not(size, STEP * by) for size, by in ((inner, 1), (columns, parts))) else ""
+
+
+def _divides_not(size: Size, step: int) -> bool:
+    """True if `step` does not divide a known size, or some share of an int that ranks share unevenly."""
+    share = size.factor
+    return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int
