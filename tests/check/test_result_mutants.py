@@ -29,7 +29,7 @@ def expect_caught(count: int, ranks: int, seed: int, every: int = 1) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_mutants_are_caught() -> None:
-    expect_caught(120, 4, seed=0, every=9)
+    expect_caught(60, 4, seed=0, every=9)
 
 
 @pytest.mark.slow

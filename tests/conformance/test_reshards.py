@@ -41,7 +41,8 @@ LAYOUTS = {
         ("A", "B@tp,dp", "C"),
     ],
 }
-MESHES = [Mesh(x=1), Mesh(x=2), Mesh(x=3), Mesh(dp=2, tp=2), Mesh(x=8), Mesh(dp=2, tp=4)]
+EIGHT = Mesh(x=8)
+MESHES = [Mesh(x=1), Mesh(x=2), Mesh(x=3), Mesh(dp=2, tp=2), EIGHT, Mesh(dp=2, tp=4)]
 SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3
 
 
@@ -121,15 +122,16 @@ def lowered(of: Callable[[Mesh], Fusion], mesh: Mesh, transport: str = "auto") -
 
 
 CASES = [
-    *((reshards, mesh) for mesh in MESHES),
-    *((reductions, mesh) for mesh in MESHES[:-1]),
-]
+    pytest.param(of, mesh, marks=[pytest.mark.xdist_group(f"{of.__name__} {mesh}"), *([pytest.mark.slow] if mesh == EIGHT else [])])
+    for of, meshes in ((reshards, MESHES), (reductions, MESHES[:-1]))
+    for mesh in meshes
+]  # tests of one case share what was lowered
 
 
 NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> None:
     fusion = of(mesh)

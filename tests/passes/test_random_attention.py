@@ -117,7 +117,7 @@ def is_right(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seeds", parts(80, 6000), ids=str)
+@pytest.mark.parametrize("seeds", parts(40, 6000), ids=str)
 def test_random_attention(seeds: range) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hw.errors.OverlapWarning)

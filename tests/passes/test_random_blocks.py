@@ -55,7 +55,7 @@ def is_right(seed: int) -> bool | None:
     return fusion and computes(generator, fusion, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(400, 20000), ids=str)
+@pytest.mark.parametrize("seeds", parts(120, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_blocks(seeds: range) -> None:
     ran = [is_right(seed) for seed in seeds]

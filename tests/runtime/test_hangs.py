@@ -34,25 +34,19 @@ ALWAYS = "rank_.index() == 2 && i == 2"
 IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
-def with_fault(folder: Path, transport: str, place: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> hw.Program:
+def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
     """The program with `fault` before a place of its C++, and whatever the fault begins."""
-    monkeypatch.setenv("HOSTWEAVE_EDIT", str(folder))
-    options = hw.Options(transport=transport)
-    _ = hw.compile(ag_matmul, options=options).folder
-    file = folder / "ag_matmul" / "program.cpp"
-    head, found, tail = file.read_text().partition(place)
-    assert found, file.read_text()
-    file.write_text(f"#include <unistd.h>\n#include <csignal>\n{head}{fault}{found}{tail}")
-    program = hw.compile(ag_matmul, options=options)
-    program.build()
-    monkeypatch.delenv("HOSTWEAVE_EDIT")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOSTWEAVE_EDIT", str(folder))
+        options = hw.Options(transport=transport)
+        _ = hw.compile(ag_matmul, options=options).folder
+        file = folder / "ag_matmul" / "program.cpp"
+        head, found, tail = file.read_text().partition(place)
+        assert found, file.read_text()
+        file.write_text(f"#include <unistd.h>\n#include <csignal>\n{head}{fault}{found}{tail}")
+        program = hw.compile(ag_matmul, options=options)
+        program.build()
     return program
-
-
-def trap() -> np.ndarray:
-    weights = W.copy()
-    weights[0, 0] = 99
-    return weights
 
 
 PROCESS = """
@@ -60,32 +54,27 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
 sys.path.insert(0, {tests!r})
 import numpy as np
-import pytest
 import hostweave as hw
-from pathlib import Path
 from hostweave.base.errors import ExecutionError
-from test_hangs import X, W, trap, with_fault, x_of
+from four_ranks import X, W, ag_matmul, x_of
 
-def main(patch):
-    rank = int(os.environ["RANK"])
-    group = hw.init(hw.Environment(), timeout=120, call_timeout={limit})
-    global program  # which the rank still has when it says goodbye
-    program = with_fault(Path({folder!r}) / str(rank), {transport!r}, {place!r}, {fault!r}, patch)
-    np.testing.assert_array_equal(program(x_of(rank), W), X @ W)
-    again = lambda: program(x_of(rank), trap())
-    if {captured}:
-        again = program.capture(x_of(rank), W)
-        again()
-    try:
-        print("ready", flush=True)
-        if {never} and rank == 2:
-            time.sleep(60)
-        again()
-    except (ExecutionError, KeyboardInterrupt) as error:
-        print(type(error).__name__, error, flush=True)
-
-with pytest.MonkeyPatch.context() as patch:
-    main(patch)
+rank = int(os.environ["RANK"])
+group = hw.init(hw.Environment(), timeout=120, call_timeout={limit})
+program = hw.compile(ag_matmul, options=hw.Options(transport={transport!r}))
+np.testing.assert_array_equal(program(x_of(rank), W), X @ W)
+weights = W.copy()
+weights[0, 0] = 99
+again = lambda: program(x_of(rank), weights)
+if {captured}:
+    again = program.capture(x_of(rank), W)
+    again()
+try:
+    print("ready", flush=True)
+    if {never} and rank == 2:
+        time.sleep(60)
+    again()
+except (ExecutionError, KeyboardInterrupt) as error:
+    print(type(error).__name__, error, flush=True)
 """
 
 
@@ -96,9 +85,9 @@ class Processes:
         self, folder: Path, transport: str, place: str, fault: str, limit: float = 60, never: bool = False, captured: bool = False
     ):
         tests = str(Path(__file__).parent)
-        given = {"transport": transport, "place": place, "fault": fault, "limit": limit, "never": never, "captured": captured}
-        script = PROCESS.format(tests=tests, folder=str(folder), **given)
-        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        script = PROCESS.format(tests=tests, transport=transport, limit=limit, never=never, captured=captured)
+        with_fault(folder, transport, place, fault).close()  # built once; the ranks find the edited files
+        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTWEAVE_EDIT": str(folder)}
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
         paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
         self.processes = [
@@ -186,9 +175,9 @@ def test_ctrl_c_says_where_the_ranks_stand(tmp_path: Path) -> None:
     assert re.search(rf"  host: enqueued up to \S+\(.*\) {AT}\n", of_rank(report, 2)), report
 
 
-def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fault = f"for (int waits = 0; {ALWAYS} && hw_cpu_failed() == 0 && waits < 600; ++waits) usleep(100000);\n"
-    program = with_fault(tmp_path, "two_sided", RECV, fault, monkeypatch)
+    program = with_fault(tmp_path, "two_sided", RECV, fault)
     timer = threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer.start()
@@ -205,9 +194,9 @@ def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(AG_MATMUL.run(X, W), X @ W)
 
 
-def test_a_lost_signal_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
     """The CPU device sees at once that no rank can go on."""
-    program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n", monkeypatch)
+    program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n")
     with cpu.parallel(timeout_seconds=20), pytest.raises(ExecutionError) as caught:
         program.run(X, W)
     waits = rf"rank 0 stream \d+: [^\n]*signal[^\n]* {AT} waits for a signal of rank 2, \d+ more behind it; done up to [^\n]* {AT}"
