@@ -109,6 +109,20 @@ def why_missing(extra: str) -> str | None:
 
 
 @cache
+def names_extras(module: Path) -> bool:
+    """True if the text of a test module may mark tests as `extra`."""
+    return bool(re.search(r"\bextra\(|importorskip|needs_cuda", module.read_text()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips the import of modules without a wanted test: their programs would take each worker seconds."""
+    if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
+        return True
+    is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_module and config.option.markexpr == "extra" and not names_extras(collection_path) else None
+
+
+@cache
 def imports_or_skips(module: Path) -> bool:
     """True if a test module uses importorskip, which means that all of its tests need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
@@ -130,6 +144,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if imports_or_skips(item.path):
             item.add_marker("extra")
+        if item.get_closest_marker("extra") and not names_extras(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.extra in {item.path.name}, where `-m extra` looks for it")
         for reason in {why_missing(name) for mark in item.iter_markers("extra") for name in mark.args} - {None}:
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu"):
