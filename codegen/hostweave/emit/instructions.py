@@ -65,7 +65,11 @@ class Emitter:
 
     def body(self, body: tree.Body) -> str:
         """C++ of a body. Source lines of the user stand as comments above their instructions."""
-        text, body = "", _joined(body)
+        return "".join(f"{comments}{code}" for comments, code in self.commented(body))
+
+    def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
+        """The comments and the C++ of each instruction that has some."""
+        body = _joined(body)
         for number, i in enumerate(body):
             lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join ends the work above it
             before, self.comments = self.comments, lines or self.comments
@@ -73,10 +77,9 @@ class Emitter:
             shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
             code = self.instruction(i, last=i is body[-1])
             if code:
-                text += shown + code
+                yield shown, code
             else:
                 self.comments = before
-        return text
 
     def lines_of(self, body: tree.Body) -> list[str]:
         """Comments with the user's source lines for the first work in a body. A kernel has the lines of all its ops."""
@@ -90,14 +93,14 @@ class Emitter:
 
     def emit_call(self, i: ir.Call) -> str:
         structs = {at: each for each in self.context.passed.get(i.function, ()) for at in each.members}
-        arguments: dict[str, None] = {}
+        arguments: dict[object, str] = {}  # by position, or by struct
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if at in structs:
-                arguments[structs[at].structs.at(self.expr(self.elements[name][1]))] = None
+                struct = structs[at].structs.at(self.expr(self.elements[name][1]))
+                arguments[struct] = struct
             else:
-                arguments[f"{at} {self.text(name)}"] = None
-        words = (word.partition(" ")[2] if word[0].isdigit() else word for word in arguments)
-        return f"{self.context.functions[i.function]}({', '.join((*words, self.stream))});\n"
+                arguments[at] = self.text(name)
+        return f"{self.context.functions[i.function]}({', '.join((*arguments.values(), self.stream))});\n"
 
     def instruction(self, i: tree.Instruction, last: bool) -> str:
         """C++ of one instruction: by the method for its class or nearest base class, else by its class's template."""
@@ -426,9 +429,9 @@ class Emitter:
         with self.integers.given(i.condition), self.given_sizes(i.condition):
             body = self.body(i.body)
         with self.given_sizes(opposite(i.condition)):
-            orelse = self.body(i.orelse)
-        is_chain = [type(one) for one in i.orelse] == [ir.If] and orelse.startswith("if (")  # no comment stands before the inner if
-        return lay_out("branch", condition=condition, body=body, orelse=orelse, is_chain=is_chain)
+            orelse = list(self.commented(i.orelse))
+        is_chain = [type(one) for one in i.orelse] == [ir.If] and [comments for comments, _ in orelse] == [""]
+        return lay_out("branch", condition=condition, body=body, orelse="".join(map("".join, orelse)), is_chain=is_chain)
 
     @contextmanager
     def given_sizes(self, condition: Expr) -> Iterator[None]:

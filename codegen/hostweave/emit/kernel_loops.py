@@ -184,20 +184,20 @@ class LoopPrinter:
     # --- offsets ---
 
     def terms(self, place: str) -> list[tuple[str, Size]]:
-        """Indices that address an element, each with its stride."""
+        """Indices that address an element, or the first one of a vector, each with its stride."""
         loops = self.ir
         kept = [(self.names[dim], loops.stride(place, dim)) for dim in loops.kept]
         kept = [(self.element, ONE)] if loops.is_linear(place) else kept
         terms = [*kept, *((self.names[dim], loops.stride(place, dim)) for dim in loops.reduced)]
         return [(index, stride) for index, stride in terms if stride != ir.ZERO]
 
-    def first(self, place: str) -> str:
-        """Offset of the first element of a vector, such as `i * N + j`."""
-        return self.sum_of(self.terms(place))
+    def row_terms(self, place: str) -> list[tuple[str, Size]]:
+        """The terms of the first element of a row."""
+        return [term for term in self.terms(place) if term[0] != self.names[self.ir.along]]
 
-    def row_of(self, place: str) -> str:
-        """Offset of the first element of a row."""
-        return self.sum_of([term for term in self.terms(place) if term[0] != self.names[self.ir.along]])
+    def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
+        """Pointer to the element at these terms, such as `x + i * N + j`."""
+        return f"{pointer} + {self.sum_of(terms)}" if terms else pointer
 
     def offset(self, place: str) -> str:
         """Offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""

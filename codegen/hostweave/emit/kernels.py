@@ -11,7 +11,7 @@ from hostweave.analysis.kernel_indices import reduced_indices
 from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, Word, accumulator_type, compute_type
 from hostweave.emit.kernel_loops import LoopPrinter
 from hostweave.emit.names import Names
-from hostweave.emit.sections import Section, shifted
+from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
@@ -58,7 +58,7 @@ class Kernel:
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
         held = sorted(of.ir.held, key=lambda name: name in of.terms)  # terms that other ranks send come last
-        rows = ((of.elements(name), shifted(of.pointers[name], of.loops.row_of(name))) for name in held)
+        rows = ((of.elements(name), of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
         # Declarations of decomposed indices and of held rows.
         self.indices = (*before, *of.loops.declarations(), *kept_rows)
@@ -164,10 +164,12 @@ class KernelEmitter:
         dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
-    def size_of_lane(self, name: str) -> str:
+    def lane_size(self, name: str) -> Size:
         """Size of the dim of a value that no loop iterates over."""
-        size = self.types[name].shape[self.walked.lanes[name]]
-        return self.loops.integers.factor(size)
+        return self.types[name].shape[self.walked.lanes[name]]
+
+    def size_of_lane(self, name: str) -> str:
+        return self.loops.integers.factor(self.lane_size(name))
 
     def first_row(self, rows: str) -> str:
         """First of the rows that this rank holds; empty if it holds all of them."""
@@ -240,7 +242,7 @@ class KernelEmitter:
 
     def lane(self, pointer: str, place: str) -> str:
         lane, size = self.ir.lanes[place], self.loops.integers.size
-        return f"hw::lane({shifted(pointer, self.loops.offset(place))}, {size(lane.size)}, {size(lane.stride)})"
+        return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(place))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> Kernel:
         """The loop nests over the reduced dims, and the results that have only the kept dims."""

@@ -65,7 +65,7 @@ class Section:
                 local = self.kernel.names.of(self.kernel.indexed(name, place), f"elements to store of {name}")
                 self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
-                self.stores.append(f"hw::store({shifted(pointer, self.kernel.loops.first(place))}, {local});")
+                self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(place))}, {local});")
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
@@ -75,11 +75,11 @@ class Section:
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
         value = self.element(update) if update in kernel.pointers else _converted(self.value(update), dtype, dtype)
-        terms, held = [(loops.offset(place), ONE)] if loops.offset(place) != "0" else [], []
+        terms, held = [(loops.offset(place), ONE)] if loops.terms(place) else [], []
         axes = op[ORDER]
         for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
-            lane, own = kernel.ir.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
-            row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
+            at = f"{place} {axis}"
+            lane, row = kernel.ir.lanes[at], loops.shifted(self.value(start), [(loops.offset(at), ONE)] if loops.terms(at) else [])
             if first := kernel.first_row(rows):
                 local = Word(kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}"))
                 size = loops.integers.factor(lane.size)
@@ -142,7 +142,9 @@ class Section:
         kernel, local = self.kernel, self.kernel.elements(name)
         if name in kernel.ir.held:
             return f"{local}[{kernel.loops.names[kernel.ir.along]}]"
-        self.begin.append(f"const auto {local} = hw::load<kWidth>({shifted(kernel.pointers[name], kernel.loops.first(name))});")
+        self.begin.append(
+            f"const auto {local} = hw::load<kWidth>({kernel.loops.shifted(kernel.pointers[name], kernel.loops.terms(name))});"
+        )
         return local
 
     def local(self, name: str) -> str:
@@ -162,7 +164,7 @@ class Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        is_short = not OPS[op.kind].cost or any(text is total for total in self.kernel.totals.values())
+        is_short = not OPS[op.kind].cost or self.is_total(op)
         if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
             return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
@@ -194,9 +196,11 @@ class Section:
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
-            offset, integers = self.kernel.loops.offset(op.result.name), self.kernel.loops.integers
-            offset = offset if op[OFFSET] == ZERO else f"{integers.first_factor(op[OFFSET])} + {offset}"
-            return offset if isinstance(offset, Word) or offset == "0" else f"({offset})", i64
+            loops, name = self.kernel.loops, op.result.name
+            if op[OFFSET] != ZERO:
+                return f"({loops.integers.first_factor(op[OFFSET])} + {loops.offset(name)})", i64
+            offset = loops.offset(name)
+            return offset if isinstance(offset, Word) or not loops.terms(name) else f"({offset})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):
@@ -234,8 +238,8 @@ class Section:
     def number_in_order(self, op: Op) -> str:
         """Local variable with the index along the axis, which runs backwards in the second half."""
         half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
-        local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.size_of_lane(op.tensors[0])
-        last = int(size) - 1 if size.isdecimal() else f"{size} - 1"
+        local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.lane_size(op.tensors[0])
+        last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
         self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
         return local
 
@@ -252,13 +256,17 @@ class Section:
         moved = kernel.jump(place, x)
         if self.is_wide and x in kernel.ir.packed and not kernel.ir.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
-            load = f"hw::load<kWidth>({shifted(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
+            load = f"hw::load<kWidth>({loops.shifted(kernel.pointers[x], [(moved, ONE), *loops.terms(x)])})"
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
             return f"{local}[{loops.lane}]", ""
-        offset = loops.offset(x)
-        element = f"{kernel.pointers[x]}[{moved if offset == '0' else f'{moved} + {offset}'}]"
+        element = f"{kernel.pointers[x]}[{f'{moved} + {loops.offset(x)}' if loops.terms(x) else moved}]"
         return (f"hw::truth({element})" if dtype == bool_ else element), held
+
+    def is_total(self, op: Op) -> bool:
+        """True if the value of an op is an accumulator as it is."""
+        combine = OPS[op.kind].combine
+        return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
     def total(self, op: Op) -> tuple[str, DType]:
         """C++ of a reduction's result, and the dtype of its accumulator."""
@@ -269,10 +277,6 @@ class Section:
         if not combine or not combine.is_mean:
             return total, wide
         return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
-
-
-def shifted(pointer: str, offset: str) -> str:
-    return pointer if offset == "0" else f"{pointer} + {offset}"
 
 
 def _literal(value: Scalar, dtype: DType) -> str:
