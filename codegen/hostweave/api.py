@@ -396,23 +396,26 @@ class Program:
         return jax_call(self)
 
     @checked
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
-        It compares the results of all ranks with those of the same math on one device, at any sizes.
+        It compares the results of all ranks with those of the same math on one device, at any sizes. With `wheel="cpu"` or "cuda", the
+        folder is also a Python package for that target, from which `pip wheel` makes a wheel of this version that needs no Hostweave.
         Raises ArgumentError if the folder cannot be written or has other files of these names, ProgramError for a program that has no C++.
 
         Example: `program.export("ag_matmul/")`.
         """
-        from hostweave.emit import export
+        from hostweave.emit import Wheel, export
 
+        if wheel not in ("", *NAMES):
+            raise ArgumentError(f"{self.name}: export: wheel={wheel!r} is not a target; write one of {', '.join(NAMES)}")
         if self.host.windows:
             why = f"{', '.join(self.host.windows)}: is compiled for a window, which a group of Python makes"
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
-            export(
-                self.host, Path(folder), *reference_of(self.compiled.given, self.compiled.options), machine=self.compiled.options.figures
-            )
+            reference, dtypes = reference_of(self.compiled.given, self.compiled.options)
+            made = Wheel(wheel, version) if wheel else None
+            export(self.host, Path(folder), reference, dtypes, self.compiled.options.figures, made)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None

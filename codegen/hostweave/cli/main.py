@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -107,8 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
-    export = add("export", _export, "Write a CMake project: the program as a library, which needs no Python.", program)
+    export_help = "Write a CMake project: the program as a library, which needs no Python. With --wheel, make a Python wheel of it."
+    export = add("export", _export, export_help, program, target)
     export.add_argument("folder", type=Path)
+    wheel_help = "also build a wheel of this version (default 0.1.0) for --target, which does not need Hostweave, in FOLDER/dist"
+    export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
 
     benchmarks = add(
         "bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.", as_json
@@ -293,11 +297,37 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
 
 def _export(options: argparse.Namespace) -> None:
     program, settings = _load(options)
-    hw.compile(program, options=settings).export(options.folder)
-    build = options.folder / "build"
-    configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
+    folder: Path = options.folder
+    if options.wheel:
+        hw.compile(program, options=settings).export(folder, wheel=options.target, version=options.wheel)
+        return _build_wheel(folder)
+    hw.compile(program, options=settings).export(folder)
+    build = folder / "build"
+    blas = [f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"] if options.target == "cpu" else []
+    configure = ["cmake", "-S", folder, "-B", build, f"-DHOSTWEAVE_TARGET={options.target}", *blas]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
     print(" && ".join(shlex.join(map(str, command)) for command in commands))
+
+
+def _build_wheel(folder: Path) -> None:
+    """Builds the wheel of an exported project and prints its path. Raises HostweaveError with pip's last lines if that fails."""
+    dist = folder / "dist"
+    with progress("building the wheel"):
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--wheel-dir",
+            str(dist),
+            str(folder.resolve()),
+        ]  # a bare name is a package of an index
+        result = subprocess.run(pip, capture_output=True, text=True)
+    if result.returncode:
+        text = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        raise HostweaveError("\n".join([f"export --wheel: pip could not build {folder}:", *text[-20:]]))
+    print(max(dist.glob("*.whl"), key=lambda path: path.stat().st_mtime_ns))
 
 
 def _calibrate(_: argparse.Namespace) -> None:

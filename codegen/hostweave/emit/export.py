@@ -11,6 +11,7 @@ from hostweave.base.paths import HOST_IR, RUNTIME
 from hostweave.emit.layout import rendered
 from hostweave.emit.main import Main, Reference
 from hostweave.emit.program import Program
+from hostweave.emit.wheel import Wheel
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
@@ -30,8 +31,17 @@ def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
 
 
-def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = (), machine: Machine = H200) -> None:
+def export(
+    program: HostProgram,
+    folder: Path,
+    reference: HostProgram | str,
+    dtypes: Iterable[DType] = (),
+    machine: Machine = H200,
+    wheel: Wheel | None = None,
+) -> None:
     """Writes a CMake project to `folder`: the library, the runtime's sources, and a main.cpp that runs, checks and times it.
+
+    With a `wheel` the project is also a Python package, of which `pip wheel` makes a wheel.
 
     `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
     as a string. Both are compiled for `machine`. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError
@@ -41,10 +51,12 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     emitted = Program(program, machine)
     alone = reference if isinstance(reference, str) else Program(reference, machine)
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
-    texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
+    texts = {path: rendered(path, program=emitted, main=main, wheel=wheel) for path in ("main.cpp", "CMakeLists.txt")}
     texts |= {main.folder + path: rendered(path, program=emitted, main=main) for path in ("join.h", "join.cpp", "c_api.h", "c_api.cpp")}
     for under, each in main.programs.items():
         texts |= {under + path: text for path, text in _sources(each).items()}
+    if wheel:
+        texts |= {"pyproject.toml": rendered("pyproject.toml", program=emitted, wheel=wheel), **wheel.files(emitted)}
     files = {path: text.encode() for path, text in texts.items()} | _runtime(with_attention=bool(program.libraries))
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)

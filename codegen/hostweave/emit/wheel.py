@@ -1,0 +1,72 @@
+"""Files that make a wheel of an exported program: a Python module on the program's C API, which does not need Hostweave."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hostweave.base.paths import RUNTIME
+from hostweave.emit.arguments import Argument
+from hostweave.emit.program import Program
+from hostweave.emit.structs import Structs
+from hostweave.host_ir.ir import Parameter
+from hostweave.types.tensor import TensorType, holds
+from hostweave.types.zigzag import Zigzag
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel for one target."""
+
+    target: str  # cpu or cuda
+    version: str
+
+    @property
+    def dependencies(self) -> tuple[str, ...]:
+        """Packages that the wheel needs: PyTorch has CUDA's libraries."""
+        return ("numpy>=1.26", *(("torch",) if self.target == "cuda" else ("ml_dtypes>=0.4", "scipy-openblas32>=0.3.27")))
+
+    def files(self, program: Program) -> dict[str, str]:
+        """The module, its description of the program, and the part of its library that is not generated. path -> text."""
+        layouts: dict[str, int] = {}
+        about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
+        for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):
+            places = {name: at for at, name in enumerate(_names(program, arguments))}
+            about[side] = [[*_about(program, p, layouts), places[p.name]] for p in given]
+        about["layouts"] = [json.loads(layout) for layout in layouts]
+        module = f"python/{program.namespace}/"
+        native = {f"runtime/wheel/{name}": (RUNTIME / "wheel" / name).read_text() for name in ("wheel.cmake", "wheel.cpp")}
+        return native | {
+            f"{module}__init__.py": (RUNTIME / "wheel" / "program.py").read_text(),
+            f"{module}program.json": json.dumps(about) + "\n",
+            f"{module}py.typed": "",
+        }
+
+
+def _names(program: Program, arguments: Iterable[Argument]) -> Iterator[str]:
+    """Names of the tensors, in the order in which the struct of the C API holds them."""
+    for x in program.fields(arguments):
+        if isinstance(x, Structs):
+            yield from (group.names[i] for i in range(x.count) for group in x.groups.values())
+        else:
+            yield x.parameter
+
+
+def _about(program: Program, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
+    """Name, type, dtype, number of the layout and memory of a parameter."""
+    blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
+    layout = layouts.setdefault(blocks, len(layouts))
+    return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]
+
+
+def _blocks(program: Program, type: TensorType, rank: int) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Per dim the number of pieces and those that the rank holds; None if it holds nothing."""
+    mesh = type.mesh_in(program.mesh)
+    if not holds(type, program.mesh, rank):
+        return None
+    result = list[tuple[int, tuple[int, ...]]]()
+    for dim in type.dims:
+        ranks, own = mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)
+        in_zigzag = isinstance(dim.axes, Zigzag) and ranks > 1
+        result.append((2 * ranks, (own, 2 * ranks - 1 - own)) if in_zigzag else (ranks, (own,)))
+    return result

@@ -1,0 +1,10 @@
+// The part of a wheel's library that is not in the C API of programs.
+#include <cuda_runtime_api.h>
+
+#include "hostweave/c_api.h"
+#include "hostweave/check.h"
+
+// Waits until the current device has finished all calls.
+extern "C" hw_status hw_wheel_synchronize() {
+  return hw::c::guarded([] { HW_CHECK(cudaDeviceSynchronize()); });
+}
