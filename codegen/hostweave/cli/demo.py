@@ -47,13 +47,13 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     _title("what you write: math on global tensors, and its sharding")
     show(program.fusion_ir, "ir")
     _title("what you get: what each rank runs, from the generated program.cpp")
-    show(_enqueued(program.source), "cpp")
+    show(enqueued(program.source), "cpp")
     print(f"\nall of it: {program.folder}")
     print(f"every stage: hostweave inspect seeds:{name} --after all")
     return 0 if worst <= 1 else 1
 
 
-def _enqueued(source: str) -> str:
+def enqueued(source: str) -> str:
     """The lines of `run` that enqueue, without their margin."""
     run = source.partition("void Program::run(")[2].partition("\n}\n")[0]
     lines = run.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
