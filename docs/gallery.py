@@ -61,7 +61,7 @@ ENTRIES = (
     ),
     Entry(
         "Sequence-parallel MLP",
-        "Nothing in the source asks for overlap. The compiler pipelines the all-gather and the reduce-scatter with the matmuls.",
+        "The sharding of the input asks for a gather and a reduce-scatter. Copies and signals go straight to the memory of the peers.",
         "transformer",
         "mlp_sp",
         {"S": 4096, "B": 2, "E": 8192, "F": 28672},

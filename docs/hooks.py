@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import hostweave as hw
 from hostweave.fusion_ir.ops import OPS, pointwise, reductions
@@ -66,4 +68,9 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         "<!-- errors -->": errors(),
         "<!-- dtypes -->": dtypes(),
     }
+    if "<!-- gallery -->" in markdown:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from gallery import gallery
+
+        made["<!-- gallery -->"] = gallery()
     return "\n".join(made.get(line, line) for line in markdown.split("\n"))

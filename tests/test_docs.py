@@ -70,6 +70,17 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
     run_page(name, tmp_path, monkeypatch)
 
 
+def test_the_gallery_shows_what_examples_compile_to() -> None:
+    """All entries are made when the pages are built; here only one of them is."""
+    made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
+    ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
+    page = "\n".join(made["shown"](ring))
+    assert 'algorithm="ring"' in page
+    assert "for (int64_t i = 0; i < 4; ++i) {" in page
+    assert "](data:image/svg+xml;base64," in page
+    assert {entry.file for entry in made["ENTRIES"]} <= {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
     """Other blocks of the page need a model and GPUs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_a_wheel_runs_without_hostweave(tmp_path: Path, capsys: pytest.CaptureFi
     assert threads.returncode == 0, printed
     kind, sizes, number = printed.splitlines()
     assert kind == "recurrent: state_3: a float64 array of shape [5, 6] is given; pass a f32[M@x, K]"
-    assert "w_1: expected f32[K, local(K, x)], here f32[5, 2], got f32[6, 3]" in sizes
+    assert re.search(r"w_1: expected f32\[K, local\(K, x\)\], here f32\[5, [23]\], got f32\[6, 3\]", sizes)  # of either rank
     assert "7 arrays; pass 8: x, " in number
     processes = [start("process", str(rank)) for rank in (0, 1)]
     texts = [process.communicate(timeout=120)[0] for process in processes]
