@@ -106,7 +106,7 @@ class Writer:
         return hw.reshard(t, *self.sharded(*t.shape)) if self.maybe(chance) else t
 
     def before(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> hw.Tensor:
-        """What makes the operand of the quantisation."""
+        """Returns the operand of the quantisation, made from x."""
         kind = self.draw.choice(["none", "none", "negative", "relu", "double", "rms_norm", "silu", "residual"])
         self.is_rounded |= kind in ("rms_norm", "silu")
         match kind:
