@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 from peers import report
@@ -57,9 +58,12 @@ def main(names: Sequence[str]) -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(scaling: str, k: int, n: int) -> hw.Program:
+@cache
+def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
     """Scales of blocks of `a` lie as torch asks for them, those of rows side by side."""
-    of_a, of_w = {"tensor": ((1, 1), (1, 1)), "row": ((1, "M"), (n, 1)), "block": ((k // 128, "M"), (n // 128, k // 128))}[scaling]
+    of_a, of_w = ((1, 1), (1, 1)) if scaling == "tensor" else ((1, "M"), (n, 1))
+    if isinstance(k, int) and isinstance(n, int):
+        of_a, of_w = (k // 128, "M"), (n // 128, k // 128)
 
     @hw.fusion(a=hw.f8e4m3["M", k], w=hw.f8e4m3[n, k], s=hw.f32[of_a], t=hw.f32[of_w])
     def product(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
@@ -74,27 +78,24 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 
     group = hw.init()
     for case, shapes in SHAPES.items():
-        for k, n in shapes:
-            for scaling in SCALINGS:
-                program = _product(scaling, k, n)
-                for rows in ROWS:
-                    a, w = (torch.randn(size, k, device="cuda").to(torch.float8_e4m3fn) for size in (rows, n))
-                    of_a, of_w = {
-                        "tensor": ((1, 1), (1, 1)),
-                        "row": ((1, rows), (n, 1)),
-                        "block": ((k // 128, rows), (n // 128, k // 128)),
-                    }[scaling]
-                    s, t = (torch.rand(shape, device="cuda") for shape in (of_a, of_w))
-                    ours = program.capture(a, w, s, t, group=group)
-                    name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
-                    try:
-                        of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
-                    except (RuntimeError, ValueError) as error:  # torch has no such product here
-                        print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
-                        continue
-                    _expect_near(ours(), of_torch())
-                    yield {name: ours, "torch._scaled_mm": of_torch}
-                program.close()
+        for (k, n), scaling, rows in product(shapes, SCALINGS, ROWS):
+            program = _product(scaling, *((k, n) if scaling == "block" else ("K", "N")))
+            a, w = (torch.randn(size, k, device="cuda").to(torch.float8_e4m3fn) for size in (rows, n))
+            of_a, of_w = {
+                "tensor": ((1, 1), (1, 1)),
+                "row": ((1, rows), (n, 1)),
+                "block": ((k // 128, rows), (n // 128, k // 128)),
+            }[scaling]
+            s, t = (torch.rand(shape, device="cuda") for shape in (of_a, of_w))
+            ours = program.capture(a, w, s, t, group=group)
+            name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
+            try:
+                of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
+            except (RuntimeError, ValueError) as error:  # torch has no such product here
+                print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
+                continue
+            _expect_near(ours(), of_torch())
+            yield {name: ours, "torch._scaled_mm": of_torch}
 
 
 def _torch_product(scaling: str, a: Any, w: Any, s: Any, t: Any) -> Callable[[], Any]:

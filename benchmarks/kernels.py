@@ -36,7 +36,7 @@ class Case:
     name: str
     compute: Callable[..., Any]
     inputs: tuple[str, ...]  # the shape of each: M is the rows, H and F the widths, N heads of D elements, C half of one
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # "8" before the shape of 8-bit floats, "f" before one of f32
 
 
 def _norm(ops: Any, x: Any, weight: Any) -> Any:
@@ -58,6 +58,19 @@ def _bias_gelu(ops: Any, x: Any, bias: Any) -> Any:
 
 def _swiglu(ops: Any, gate: Any, up: Any) -> Any:
     return ops.silu(gate) * up
+
+
+def _quantized_norm(ops: Any, x: Any, weight: Any) -> Any:
+    return ops.quantize(ops.rms_norm(x, weight), "row")
+
+
+def _quantized_swiglu(ops: Any, gate: Any, up: Any) -> Any:
+    return ops.quantize(ops.silu(gate) * up, "row")
+
+
+def _quantized_columns(ops: Any, x: Any, scale: Any) -> Any:
+    """The operand of a gradient of weights: the transpose, by the scale of the step before."""
+    return ops.quantized(x, scale).T
 
 
 def _softmax(ops: Any, x: Any) -> Any:
@@ -92,12 +105,25 @@ CASES = (
     Case("residual + RMSNorm", _residual_norm, ("MH", "MH", "H"), ("MH", "MH")),
     Case("RMSNorm of heads", _norm, ("MND", "D"), ("MND",)),
     Case("LayerNorm", _layer_norm, ("MH", "H", "H"), ("MH",)),
+    Case("RMSNorm + quantise", _quantized_norm, ("MH", "H"), ("8MH", "fM1")),
+    Case("SwiGLU + quantise", _quantized_swiglu, ("MF", "MF"), ("8MF", "fM1")),
+    Case("quantise, transpose", _quantized_columns, ("MH", "f11"), ("8HM",)),
     Case("softmax", _softmax, ("MH",), ("MH",)),
     Case("rotary", _rotary, ("NMD", "MC", "MC"), ("NMD",)),
     Case("row sum", _row_sum, ("MH",), ("M",)),
     Case("column sum", _column_sum, ("MH",), ("H",)),
     Case("sum of squares", _squares, ("MH",), ("",)),
 )
+
+
+class Ours:
+    """Hostweave, and a quantisation by a scale that is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(hw, name)
+
+    def quantized(self, x: Any, scale: Any) -> Any:
+        return hw.astype(hw.astype(x, hw.f32) / scale, hw.f8e4m3)
 
 
 class Torch:
@@ -112,6 +138,15 @@ class Torch:
         self.rms_norm = lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-6)
         self.layer_norm = lambda x, weight, bias: functional.layer_norm(x, weight.shape, weight, bias, 1e-5)
         self.concat = lambda *parts: torch.cat(parts, -1)
+
+    def quantize(self, x: Any, scaling: str) -> tuple[Any, Any]:
+        scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        return self.quantized(x, scale), scale
+
+    def quantized(self, x: Any, scale: Any) -> Any:
+        import torch
+
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
     def rotary_embedding(self, x: Any, cos: Any, sin: Any) -> Any:
         first, second = x.chunk(2, -1)
@@ -141,17 +176,21 @@ def main(words: Sequence[str]) -> None:
 
 
 def _widths(hidden: int, inner: int) -> dict[str, int]:
-    return {"H": hidden, "F": inner, "N": hidden // HEAD, "D": HEAD, "C": HEAD // 2}
+    return {"H": hidden, "F": inner, "N": hidden // HEAD, "D": HEAD, "C": HEAD // 2, "1": 1}
 
 
 def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
     dims = {"M": "M", **_widths(hidden, inner)}
     names = "abcdefgh"[: len(case.inputs)]
-    specs = {name: hw.bf16[tuple(dims[letter] for letter in shape)] for name, shape in zip(names, case.inputs, strict=True)}
+    types = {"8": hw.f8e4m3, "f": hw.f32}
+    specs = {
+        name: types.get(shape[:1], hw.bf16)[tuple(dims[letter] for letter in shape.lstrip("8f"))]
+        for name, shape in zip(names, case.inputs, strict=True)
+    }
 
     @hw.fusion(**specs)
     def kernel(**arrays: hw.Tensor) -> Any:
-        return case.compute(hw, *arrays.values())
+        return case.compute(Ours(), *arrays.values())
 
     return kernel
 
@@ -161,7 +200,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     import torch
 
     def filled(shape: str) -> Any:
-        return torch.randn([sizes[letter] for letter in shape], device="cuda").to(torch.bfloat16)
+        dtype = {"8": torch.float8_e4m3fn, "f": torch.float32}.get(shape[:1], torch.bfloat16)
+        made = torch.randn([sizes[letter] for letter in shape.lstrip("8f")], device="cuda")
+        return (made.abs() + 0.1 if dtype == torch.float32 else made).to(dtype)
 
     torch._dynamo.reset()  # otherwise torch silently stops compiling after a few sizes
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
@@ -189,8 +230,10 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     expected = case.compute(Torch(), *given)
     for results in (program(*given, group=group), compiled(*given)):
         for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
+            one, other = one.float(), other.float()
             torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * max(1.0, float(other.abs().max())))
-    moved = 2 * sum(prod(sizes[letter] for letter in shape) for shape in (*case.inputs, *case.outputs))
+    shapes = (*case.inputs, *case.outputs)
+    moved = sum({"8": 1, "f": 4}.get(shape[:1], 2) * prod(sizes[letter] for letter in shape.lstrip("8f")) for shape in shapes)
     count = -(-COLD_BYTES // moved)
     return {
         "ours": [ours() for _ in range(count)],

@@ -214,6 +214,20 @@ def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
         near(program.run(**given), exact(given), terms=3) if m else program.run(**given)
 
 
+def test_named_sizes_of_blocks() -> None:
+    """Rows of scales of 128 x 128 blocks start at multiples of 4 elements, also if their number is known only at the call."""
+
+    @hw.fusion(a=hw.f32["M", "K"], w=hw.f32["N", "K"])
+    def of_blocks(a: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        (a, s), (w, t) = hw.quantize(a, "block"), hw.quantize(w, "block2d")
+        return hw.scaled_matmul(a, w.T, s, t.T, out_dtype=hw.f32)
+
+    program, random = hw.compile(of_blocks), np.random.default_rng(0)
+    for m, k in ((20, 512), (17, 384)):
+        a, w = (np.exp2(random.integers(-3, 4, shape)).astype(np.float32) for shape in ((m, k), (256, k)))
+        near(program.run(a, w), a.astype(np.float64) @ w.T, terms=4)
+
+
 def test_a_bias_in_f32() -> None:
     """cuBLASLt reads the bias of a product of 8-bit floats as bf16 if the result is f32, so a kernel adds it."""
 

@@ -84,7 +84,8 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
             is_right = lies_along(type, outer) and (type.shape[1 - outer] == Size() or along[1 - outer] == count)
         else:
             inner = type.shape[1 - outer]
-            is_padded = along[outer] == (Size(-(-int(inner) // PADDED) * PADDED) if inner.is_int else inner)
+            is_whole = inner.divisor == 1 and inner.coefficient % PADDED == 0
+            is_padded = along[outer] == (inner if is_whole else PADDED * inner.ceil_div(PADDED))
             is_right = lies_along(type, 1 - outer) and (count == Size() or is_padded)
         if not is_right:
             c.fail(f"the scales %{name} do not have a layout that cuBLASLt supports, row-major or column-major: copy them to such a buffer")

@@ -137,7 +137,7 @@ class ScaledMatmuls:
             if self.b.is_contiguous(columns):
                 return name
             return self.turned(self.copied(columns, self.memory(f"{name}_by_columns", BufferType(f32, (c, r)), steps)))
-        padded = Size(-(-int(c) // PADDED) * PADDED) if c.is_int else c
+        padded = c if _is_padded(c) else PADDED * c.ceil_div(PADDED)
         if padded == c and self.b.is_contiguous(name):
             return name
         memory = self.memory(f"{name}_padded", BufferType(f32, (r, padded)), steps)
@@ -222,6 +222,6 @@ class ScaledMatmuls:
         self.b.emit(ir.Launch(kernel, tuple(names), (target,)))
 
 
-def _is_padded(rows: Size) -> bool:
-    """True if the number of rows is a multiple of PADDED at all sizes."""
-    return rows.divisor == 1 and rows.coefficient % PADDED == 0
+def _is_padded(count: Size) -> bool:
+    """True if a number is a multiple of PADDED at all sizes."""
+    return count.divisor == 1 and count.coefficient % PADDED == 0
