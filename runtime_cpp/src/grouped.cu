@@ -17,13 +17,10 @@ extern __shared__ char dynamic_shared[];
     __shared__ alignas(128) T shared[Product::kStage * Product::kStages];                              \
     multiply_rows_of_groups<T, Product>(p, shared);                                                    \
   }
-#define HW_BY_WARPGROUPS(name, T, kTransposed)                                                                         \
-  __global__ void __launch_bounds__(kGroupedThreads, 1) name(GroupedProblem p, T) {                                    \
-    multiply_groups<T, WarpgroupProduct<T, false, kTransposed>, kTransposed>(p, reinterpret_cast<T*>(dynamic_shared)); \
-  }
-#define HW_OUTER_BY_WARPGROUPS(T)                                                                                    \
-  __global__ void __launch_bounds__(kGroupedThreads, 1) multiply_rows_of_groups_by_warpgroups(GroupedProblem p, T) { \
-    multiply_rows_of_groups<T, WarpgroupProduct<T, true, false>>(p, reinterpret_cast<T*>(dynamic_shared));           \
+#define HW_BY_WARPGROUPS(name, T, kOuter, kTransposed)                                              \
+  __global__ void __launch_bounds__(kWarpgroupThreads, 1)                                           \
+      name(const __grid_constant__ GroupedProblem p, const __grid_constant__ GroupedMaps maps, T) { \
+    multiply_groups_by_warpgroups<T, kOuter, kTransposed>(p, maps, dynamic_shared);                 \
   }
 #define HW_GROUPED_PLAIN(T) \
   __global__ void __launch_bounds__(kGroupedThreads) multiply_groups_plain(GroupedProblem p, T) { multiply_groups_plain<T>(p); }
@@ -58,17 +55,17 @@ HW_GROUPED_OUTER(bf16)
 
 HW_GROUPED_OUTER(f16)
 
-HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, bf16, false)
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, bf16, false, false)
 
-HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, bf16, true)
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, bf16, false, true)
 
-HW_OUTER_BY_WARPGROUPS(bf16)
+HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, bf16, true, false)
 
-HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, f16, false)
+HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, f16, false, false)
 
-HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, f16, true)
+HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, f16, false, true)
 
-HW_OUTER_BY_WARPGROUPS(f16)
+HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, f16, true, false)
 
 HW_GROUPED_PLAIN(float)
 

@@ -1,3 +1,8 @@
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <type_traits>
+
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/grouped.h"
@@ -7,17 +12,18 @@
 namespace hw {
 
 #define HW_GROUPED(name, T) __global__ void name(GroupedProblem p, T);
-#define HW_ALL_GROUPED(T)                                 \
-  HW_GROUPED(multiply_groups_by_16, T)                    \
-  HW_GROUPED(multiply_groups_by_64, T)                    \
-  HW_GROUPED(multiply_groups_by_128, T)                   \
-  HW_GROUPED(multiply_groups_transposed_by_16, T)         \
-  HW_GROUPED(multiply_groups_transposed_by_64, T)         \
-  HW_GROUPED(multiply_groups_transposed_by_128, T)        \
-  HW_GROUPED(multiply_groups_by_warpgroups, T)            \
-  HW_GROUPED(multiply_groups_transposed_by_warpgroups, T) \
-  HW_GROUPED(multiply_rows_of_groups, T)                  \
-  HW_GROUPED(multiply_rows_of_groups_by_warpgroups, T)
+#define HW_BY_WARPGROUPS(name, T) __global__ void name(GroupedProblem p, GroupedMaps maps, T);
+#define HW_ALL_GROUPED(T)                                       \
+  HW_GROUPED(multiply_groups_by_16, T)                          \
+  HW_GROUPED(multiply_groups_by_64, T)                          \
+  HW_GROUPED(multiply_groups_by_128, T)                         \
+  HW_GROUPED(multiply_groups_transposed_by_16, T)               \
+  HW_GROUPED(multiply_groups_transposed_by_64, T)               \
+  HW_GROUPED(multiply_groups_transposed_by_128, T)              \
+  HW_GROUPED(multiply_rows_of_groups, T)                        \
+  HW_BY_WARPGROUPS(multiply_groups_by_warpgroups, T)            \
+  HW_BY_WARPGROUPS(multiply_groups_transposed_by_warpgroups, T) \
+  HW_BY_WARPGROUPS(multiply_rows_of_groups_by_warpgroups, T)
 HW_ALL_GROUPED(bf16)
 HW_ALL_GROUPED(f16)
 HW_GROUPED(multiply_groups_plain, float)
@@ -31,15 +37,12 @@ constexpr int64_t kColumns = 128, kPlainSide = 64;
 constexpr int kBlocksEach = 2;  // of a multiprocessor
 
 template <class T>
-using Kernel = void (*)(GroupedProblem, T);
-
-template <class T>
 struct Chosen {
-  Kernel<T> kernel;
+  void (*kernel)(GroupedProblem, T);
   int64_t rows, columns;  // of a tile
-  int blocks_each = kBlocksEach;
-  int shared = 0;  // bytes of dynamic shared memory
 };
+template <class T>
+using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
 
 int64_t processors() { return blocks_at_once() / 2; }
 
@@ -54,19 +57,41 @@ bool has_warpgroups() {
   return has;
 }
 
+// Copies of boxes need strides. A dim of one element has none.
+bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) {
+  return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
+}
+
+// The kernel of warpgroups for a problem, or null. Its copies need aligned arrays that are not empty.
+template <class T>
+WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
+  const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;
+  if (!p.wide || !has_warpgroups() || smaller(smaller(p.groups, p.depth), p.columns) == 0 ||
+      !has_strides(1, p.rows, 0, p.x_pitch) || !has_strides(matrices, rows_of_other, p.other_stride, p.other_pitch)) {
+    return nullptr;
+  }
+  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= processors();
+  if (!p.outer && ceil_div(p.rows, p.groups) <= kTileRows[0] && !fills_gpu) return nullptr;
+  static constexpr WarpgroupKernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
+                                                    multiply_rows_of_groups_by_warpgroups};
+  return kKernels[p.outer ? 2 : p.transposed];
+}
+template <>
+WarpgroupKernel<float> warpgroup_kernel<float>(const GroupedProblem&) {
+  return nullptr;
+}
+template <>
+WarpgroupKernel<double> warpgroup_kernel<double>(const GroupedProblem&) {
+  return nullptr;
+}
+
 template <class T>
 Chosen<T> chosen(const GroupedProblem& p) {
-  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
-  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= processors();
-  if (p.wide && has_warpgroups() && (p.outer || each > kTileRows[0] || fills_gpu)) {
-    static constexpr Kernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
-                                             multiply_rows_of_groups_by_warpgroups};
-    return {kKernels[p.outer ? 2 : p.transposed], kWarpgroupRows, kWarpgroupColumns, 1, kWarpgroupShared};
-  }
   if (p.outer) return {multiply_rows_of_groups, kTileRows[2], kColumns};
-  static constexpr Kernel<T> kKernels[2][3] = {
+  static constexpr void (*kKernels[2][3])(GroupedProblem, T) = {
       {multiply_groups_by_16, multiply_groups_by_64, multiply_groups_by_128},
       {multiply_groups_transposed_by_16, multiply_groups_transposed_by_64, multiply_groups_transposed_by_128}};
+  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
   const int size = each <= kTileRows[0] ? 0 : each <= kTileRows[1] ? 1 : 2;
   return {kKernels[p.transposed][size], kTileRows[size], kColumns};
 }
@@ -79,22 +104,72 @@ Chosen<double> chosen<double>(const GroupedProblem&) {
   return {multiply_groups_plain, kPlainSide, kPlainSide};
 }
 
+// An array of `matrices` matrices of rows of 16-bit elements, copied in boxes of 64 elements of `box_rows` rows.
+template <class T>
+cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t rows, int64_t columns, int64_t stride,
+                    int64_t pitch, uint32_t box_rows, T) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static auto* const encode =
+      driver ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+  if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
+  if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // strides of a dim of one element may have any value
+  if (matrices == 1) stride = rows * pitch;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch * 2), static_cast<cuuint64_t>(stride * 2)};
+  const cuuint32_t box[] = {64, box_rows, 1}, steps[] = {1, 1, 1};
+  const CUresult status =
+      encode(reinterpret_cast<CUtensorMap*>(&map),
+             std::is_same_v<T, f16> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+             const_cast<void*>(at), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <class T>
+cudaError_t set_maps(GroupedMaps& maps, const GroupedProblem& p) {
+  const int64_t matrices = p.outer ? 1 : p.groups, depth = p.outer ? p.rows : p.depth;  // of the other operand
+  const cudaError_t statuses[] = {
+      set_map(maps.x, p.x, 1, p.rows, p.depth, 0, p.x_pitch, 64, T()),
+      p.transposed
+          ? set_map(maps.other, p.other, matrices, p.columns, depth, p.other_stride, p.other_pitch, kWarpgroupColumns, T())
+          : set_map(maps.other, p.other, matrices, depth, p.columns, p.other_stride, p.other_pitch, 64, T()),
+      set_map(maps.result, p.result, p.outer ? p.groups : 1, p.outer ? p.depth : p.rows, p.columns, p.result_stride,
+              p.result_pitch, 64, T())};
+  for (const cudaError_t status : statuses) {
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+// Tiles of results, at most.
+int64_t tiles_of(const GroupedProblem& p, int64_t rows, int64_t columns) {
+  const int64_t down = p.outer ? p.groups * ceil_div(p.depth, rows) : ceil_div(p.rows, rows) + p.groups;
+  return down * ceil_div(p.columns, columns);
+}
+
 template <class T>
 void load_as(const GroupedProblem& p) {
-  const Chosen<T> of = chosen<T>(p);
-  HW_CHECK(load(of.kernel));
-  if (of.shared > 0) {
-    HW_CHECK(cudaFuncSetAttribute(function_of(of.kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, of.shared));
+  if (const auto kernel = warpgroup_kernel<T>(p)) {
+    HW_CHECK(load(kernel));
+    HW_CHECK(cudaFuncSetAttribute(function_of(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, kWarpgroupShared));
+  } else {
+    HW_CHECK(load(chosen<T>(p).kernel));
   }
 }
 
 template <class T>
 cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
+  if (const auto kernel = warpgroup_kernel<T>(p)) {
+    const int64_t blocks = clamped(tiles_of(p, kWarpgroupRows, kWarpgroupColumns), 1, processors());
+    const Grid grid{.blocks = blocks, .threads = kWarpgroupThreads, .shared = kWarpgroupShared};
+    GroupedMaps maps;
+    if (const cudaError_t status = set_maps<T>(maps, p); status != cudaSuccess) return status;
+    return launch_pdl(kernel, grid, stream, p, maps, T());
+  }
   const Chosen<T> of = chosen<T>(p);
-  const int64_t down = p.outer ? p.groups * ceil_div(p.depth, of.rows) : ceil_div(p.rows, of.rows) + p.groups;
-  const int64_t tiles = down * ceil_div(p.columns, of.columns);
-  const int64_t blocks = clamped(tiles, 1, of.blocks_each * processors());
-  return launch_pdl(of.kernel, Grid{.blocks = blocks, .threads = kGroupedThreads, .shared = of.shared}, stream, p, T());
+  const int64_t blocks = clamped(tiles_of(p, of.rows, of.columns), 1, kBlocksEach * processors());
+  return launch_pdl(of.kernel, Grid{.blocks = blocks, .threads = kGroupedThreads}, stream, p, T());
 }
 
 template <class Use>

@@ -18,4 +18,14 @@ struct GroupedProblem {
   void* result;
 };
 
+// A CUtensorMap: address, sizes and pitches of an array, for copies of boxes of it.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// Arrays of three dims, of 16-bit elements. Boxes of 64 x 64 elements; of column-major matrices, 64 terms of a tile's columns.
+struct GroupedMaps {
+  TensorMap x, other, result;
+};
+
 }  // namespace hw

@@ -5,8 +5,12 @@
 namespace hw {
 
 constexpr int kGroupedThreads = 256;
-constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // of a tile of two warpgroups
-constexpr int kWarpgroupShared = 4 * 48 * 1024 + 1024;        // bytes: four stages, aligned
+
+// Products by warpgroups of Hopper: a warpgroup copies, and two multiply.
+constexpr int kWarpgroupThreads = kGroupedThreads + 128;
+constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // of a tile
+constexpr int kWarpgroupStages = 4;
+constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes: stages, results, and alignment
 
 #ifdef __CUDACC__
 

@@ -152,6 +152,12 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 #endif
 
+// y[x[i]] = i, of a row that has each of 0, 1, ..., n - 1 once.
+template <class Group, class T>
+HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
+  for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
+}
+
 #ifdef __CUDACC__
 // True if all threads of this warp are active and have the same part number and index array.
 inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {

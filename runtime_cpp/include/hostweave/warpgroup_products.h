@@ -1,66 +1,12 @@
-// Products of tiles by warpgroups of Hopper. Both operands come from shared memory (PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate Instructions": layouts and descriptors). Other GPUs have no such instructions, and have TileProduct
-// instead.
+// Products of groups by warpgroups of Hopper: one warp copies tiles of the operands to shared memory by the tensor memory
+// accelerator, and two warpgroups multiply them (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
+// layouts and descriptors). Other GPUs have no such instructions, and never launch these kernels.
 #pragma once
-#include "hostweave/grouped_tiles.h"
+#include "hostweave/group_walk.h"
 
 namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// Panels of an operand, loaded stage by stage: kPanels side by side, each kRows rows of 64 elements of 16 bits. The operand is
-// read along its rows, or down its columns if kDown. Chunks of 8 elements are permuted: the 128-byte swizzle.
-template <class T, int kRows, int kPanels, bool kDown>
-struct Panels {
-  static constexpr int kRowBytes = 128, kPanelBytes = kRows * kRowBytes, kEach = kGroupedThreads / 8;
-
-  const T* source;  // of this thread
-  int64_t pitch;
-  int rows, columns;  // that exist, from this thread's row and chunk
-
-  __device__ void start(const Operand<T>& operand, int64_t depth) {
-    constexpr int64_t kMost = 1 << 30;
-    const int row = threadIdx.x / 8, place = threadIdx.x % 8 * 8;
-    source = operand.at + row * operand.pitch + place, pitch = operand.pitch;
-    rows = static_cast<int>(limited(kDown ? depth : operand.count, kMost)) - row;
-    columns = static_cast<int>(limited(kDown ? operand.count : depth, kMost)) - place;
-  }
-
-  // Starts to copy a stage: what exists of it. The rest is zeros.
-  __device__ void copy(unsigned to) {
-    const int row = threadIdx.x / 8, place = threadIdx.x % 8;
-    const unsigned target = to + row * kRowBytes + (place ^ row % 8) * 16;
-    if (rows > kRows - kEach && columns >= (kPanels - 1) * 64 + 8) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-        for (int down = 0; down < kRows; down += kEach) {
-          copy_chunk(target + panel * kPanelBytes + down * kRowBytes, source + panel * 64 + down * pitch, 16);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPanels * (kRows / kEach); ++i) {
-        const int panel = i % kPanels, down = i / kPanels * kEach;
-        const int left = down < rows ? columns - panel * 64 : 0;
-        copy_chunk(target + panel * kPanelBytes + down * kRowBytes, source + panel * 64 + down * pitch,
-                   2 * static_cast<int>(limited(left, 8)));
-      }
-    }
-    source += kDown ? 64 * pitch : 64;
-    (kDown ? rows : columns) -= 64;
-  }
-
-  // The first `bytes` of 16.
-  __device__ static void copy_chunk(unsigned to, const T* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  }
-
-  // Descriptor of a matrix in a stage, for wgmma: start, distance of panels, distance of eight rows, 128-byte swizzle.
-  __device__ static uint64_t matrix(unsigned at) {
-    return (at & 0x3FFFF) >> 4 | uint64_t{kPanelBytes >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
-  }
-};
 
 // sums[64, 256] += a[64, 16] b[16, 256], begun by a warpgroup. is_first: the sums were undefined.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
@@ -92,114 +38,323 @@ HW_BEGIN_PRODUCT(f16, "f16")
 #undef HW_SUMS
 #undef HW_BEGIN_PRODUCT
 
-// One tile of a product of 16-bit floats by two warpgroups, 64 rows each: a [kRows, depth] times b [depth, kColumns]. If
-// kTurnedA, a is stored column by column; if kTurnedB, b is. Two stages of kDepth terms are copied while two are multiplied.
-template <class T, bool kTurnedA, bool kTurnedB>
-struct WarpgroupProduct {
-  static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64, kStages = 4, kAhead = kStages - 2;
-  static constexpr int kBytesA = kRows * kDepth * 2, kBytes = kBytesA + kColumns * kDepth * 2;
-  static_assert(kStages * kBytes + 1024 == kWarpgroupShared && kRows * kColumns * 2 <= (kStages - kAhead) * kBytes);
+// An mbarrier in shared memory. Phases have parities 0, 1, 0, ...
+struct PhaseBarrier {
+  unsigned at;
 
-  unsigned stages;
-  Panels<T, kTurnedA ? kDepth : kRows, kTurnedA ? kRows / 64 : 1, kTurnedA> a;
-  Panels<T, kTurnedB ? kColumns : kDepth, kTurnedB ? 1 : kColumns / 64, !kTurnedB> b;
-  float sums[kColumns / 8][4];
-
-  // All operands allow 16-byte reads.
-  __device__ WarpgroupProduct(T* shared, bool)
-      : stages((static_cast<unsigned>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u) {}
-
-  __device__ unsigned stage(int64_t step) const { return stages + static_cast<int>(step % kStages) * kBytes; }
-
-  __device__ void copy(int64_t step, int64_t steps) {
-    if (step < steps) a.copy(stage(step)), b.copy(stage(step) + kBytesA);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+  __device__ void start(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
   }
-
-  __device__ static int64_t steps_of(const Tile<T>& tile) { return (tile.depth + kDepth - 1) / kDepth; }
-
-  // Starts to copy a tile. No thread reads an earlier one.
-  __device__ void start(const Tile<T>& tile) {
-    a.start(tile.a, tile.depth), b.start(tile.b, tile.depth);
-    for (int i = 0; i < kAhead; ++i) copy(i, steps_of(tile));
+  __device__ void arrive() const {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory");
   }
+  // Arrives, and the phase also waits for bytes that are copied.
+  __device__ void expect(int bytes) const {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(bytes)
+                 : "memory");
+  }
+  __device__ void wait(int parity) const {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra ended;\n"
+        "bra again;\n"
+        "ended: }" ::"r"(at),
+        "r"(parity)
+        : "memory");
+  }
+};
 
-  __device__ void multiply(const Tile<T>& tile) {
-    const int64_t steps = steps_of(tile);
-    if (steps == 0) {
-#pragma unroll
-      for (auto& each : sums) each[0] = each[1] = each[2] = each[3] = 0;
+// Number of a stage among all that a block uses one after another.
+template <int kStages>
+struct StageCount {
+  unsigned count = 0;
+
+  __device__ int stage() const { return count % kStages; }
+  __device__ int parity() const { return count / kStages % 2; }
+  __device__ void advance() { ++count; }
+};
+
+// Barrier `number` of the hardware, of some warps of a block.
+__device__ inline void sync_warps(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// What ordinary instructions wrote to shared memory is visible to matrix units and copies.
+__device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, int64_t j, int64_t k, PhaseBarrier filled) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(static_cast<int>(i)), "r"(static_cast<int>(j)), "r"(static_cast<int>(k)), "r"(filled.at)
+      : "memory");
+}
+
+// Products of tiles of kRows x kColumns results, 64 rows a warpgroup. With kOuter, x and the other operand are read down their
+// columns: the transposed rows of a group times its rows. With kTransposed, the matrices are stored column by column.
+template <class T, bool kOuter, bool kTransposed>
+class WarpgroupProducts {
+  static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64, kStages = kWarpgroupStages;
+  static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
+  static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
+  static constexpr int kStaged = 128;  // columns of a warpgroup that are stored at once
+  static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 == kWarpgroupShared);
+  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // numbers of barriers: of both warpgroups, and of each
+
+ public:
+  __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)
+      : p_(p), maps_(maps), stages_((address(shared) + 1023) & ~1023u), barriers_(address(barriers)) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kStages; ++i) filled(i).start(1), empty(i).start(kGroupedThreads / 32);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    for (int64_t step = 0; step < steps; ++step) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what cp.async wrote is visible to wgmma
-      __syncthreads();                                              // and all warpgroups have multiplied step - 2
-      const uint64_t of_a = a.matrix(stage(step) + threadIdx.x / 128 * (kBytesA / 2)), of_b = b.matrix(stage(step) + kBytesA);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for (int k = 0; k < kDepth; k += 16) {
-        begin_product<kTurnedA, kTurnedB>(sums, of_a + k * (kTurnedA ? 128 : 2) / 16, of_b + k * (kTurnedB ? 2 : 128) / 16,
-                                          step == 0 && k == 0, T());
-      }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      copy(step + kAhead, steps);
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
   }
 
-  // Stores the part of the tile that exists. It is turned in the stages that no copy of the next tile has reached yet, so that
-  // the block stores whole rows one after another.
-  template <class Result>
-  __device__ void store(Result* to, int64_t pitch, int64_t rows, int64_t columns) const {
-    constexpr int kPart = kColumns * 2 / sizeof(Result), kChunks = kColumns * 2 / 16, kEach = 16 / sizeof(Result);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto chunk = [&](int row, int place) { return stage(kAhead) + row * (kChunks * 16) + (place ^ row % 8) * 16; };
-#pragma unroll
-    for (int part = 0; part < kColumns; part += kPart) {
-      if (part > 0) __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kPart / 8; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float (&sum)[4] = sums[part / 8 + j];
-          const Values<Result, 2> pair{{Result(sum[half * 2]), Result(sum[half * 2 + 1])}};
-          const int byte = (j * 8 + lane % 4 * 2) * sizeof(Result);
-          *shared_at<Values<Result, 2>>(chunk(warp * 16 + half * 8 + lane / 4, byte / 16) + byte % 16) = pair;
+  // Copies the stages of all tiles of this block, by one warp.
+  __device__ void copy() {
+    Walk walk(p_, kRows, kColumns);
+    GroupTile tile;
+    StageCount<kStages> at;
+    for (int round = 0; walk.find(tile_of_block(round), tile); ++round) {
+      if (threadIdx.x % 32 != 0) continue;
+      const int64_t column = tile.column * kColumns, steps = steps_of(tile);
+      const int64_t rows = kOuter ? p_.depth - tile.row : tile.rows.end - tile.row;
+      const int boxes = rows > 64 ? 2 : 1;
+      for (int64_t step = 0; step < steps; ++step, at.advance()) {
+        const unsigned to = stages_ + at.stage() * kBytes;
+        const PhaseBarrier ready = filled(at.stage());
+        const int64_t k = step * kDepth + (kOuter ? tile.rows.begin : 0);
+        empty(at.stage()).wait(at.parity() ^ 1);
+        ready.expect(boxes * kBox + kBytes - kBytesA);
+        for (int box = 0; box < boxes; ++box) {
+          const int64_t row = tile.row + box * 64;
+          copy_box(to + box * kBox, maps_.x, kOuter ? row : k, kOuter ? k : row, 0, ready);
         }
-      }
-      __syncthreads();
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
-        const int row = i / kChunks, column = i % kChunks * kEach;
-        const int64_t left = row < rows ? columns - part - column : 0;
-        const auto values = *shared_at<Values<Result, kEach>>(chunk(row, i % kChunks));
-        Result* const at = to + row * pitch + part + column;
-        if (left >= kEach) {
-          hw::store(at, values);
+        if constexpr (kTransposed) {
+          copy_box(to + kBytesA, maps_.other, k, column, tile.group, ready);
         } else {
 #pragma unroll
-          for (int k = 0; k < kEach; ++k) {
-            if (k < left) at[k] = values[k];
+          for (int box = 0; box < kColumns / 64; ++box) {
+            copy_box(to + kBytesA + box * kBox, maps_.other, column + box * 64, k, kOuter ? 0 : tile.group, ready);
           }
         }
       }
     }
   }
 
-  template <class Values>
-  __device__ static Values* shared_at(unsigned at) {
-    return static_cast<Values*>(__cvta_shared_to_generic(at));
+  // Multiplies and stores all tiles of this block, by two warpgroups.
+  __device__ void multiply() {
+    Walk walk(p_, kRows, kColumns);
+    GroupTile tile;
+    StageCount<kStages> at;
+    for (int round = 0; walk.find(tile_of_block(round), tile); ++round) {
+      const int64_t rows = (kOuter ? p_.depth : tile.rows.end) - tile.row - warpgroup() * 64;
+      if (rows > 0) {
+        add_stages(tile, at);
+        if (p_.wide_result) {
+          store_wide(tile, rows);
+        } else {
+          store(tile, rows);
+        }
+      } else {
+        skip_stages(tile, at);
+      }
+    }
+    if (is_storing()) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if constexpr (!kOuter) {
+      if (p_.wide_result) {
+        fill_between_groups<float>(p_, thread(), kGroupedThreads);
+      } else {
+        fill_between_groups<T>(p_, thread(), kGroupedThreads);
+      }
+    }
+  }
+
+ private:
+  using Walk = TileWalk<kOuter>;
+
+  const GroupedProblem& p_;
+  const GroupedMaps& maps_;
+  unsigned stages_, barriers_;
+  float sums_[kColumns / 8][4];
+
+  __device__ static unsigned address(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
+  __device__ static int thread() { return threadIdx.x - 128; }  // of those that multiply
+  __device__ static int warpgroup() { return thread() / 128; }
+  __device__ static bool is_storing() { return threadIdx.x % 128 == 0; }
+  __device__ PhaseBarrier filled(int stage) const { return {barriers_ + stage * 8}; }
+  __device__ PhaseBarrier empty(int stage) const { return {barriers_ + (kStages + stage) * 8}; }
+  __device__ int64_t steps_of(const GroupTile& tile) const {
+    return ((kOuter ? tile.rows.count() : p_.depth) + kDepth - 1) / kDepth;
+  }
+
+  // This warp has read a stage.
+  __device__ void release(int stage) const {
+    if (threadIdx.x % 32 == 0) empty(stage).arrive();
+  }
+
+  // Descriptor of a matrix for wgmma: start, distance of panels of 64 columns, distance of eight rows, 128-byte swizzle.
+  __device__ static uint64_t matrix(unsigned at) {
+    return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
+  }
+
+  __device__ void add_stages(const GroupTile& tile, StageCount<kStages>& at) {
+    const int steps = static_cast<int>(steps_of(tile));
+    if (steps == 0) {
+#pragma unroll
+      for (auto& each : sums_) each[0] = each[1] = each[2] = each[3] = 0;
+    }
+    int before = 0;
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      const unsigned stage = stages_ + at.stage() * kBytes;
+      filled(at.stage()).wait(at.parity());
+      if constexpr (kOuter) clear_rest(stage, tile.rows.count() - int64_t{step} * kDepth);
+      const uint64_t a = matrix(stage + warpgroup() * kBox), b = matrix(stage + kBytesA);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int k = 0; k < kDepth; k += 16) {
+        begin_product<kOuter, kTransposed>(sums_, a + k * (kOuter ? kRowBytes : 2) / 16,
+                                           b + k * (kTransposed ? 2 : kRowBytes) / 16, step == 0 && k == 0, T());
+      }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      if (step > 0) {
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        release(before);
+      }
+      before = at.stage();
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (steps > 0) release(before);
+  }
+
+  // This warpgroup has no rows of the tile.
+  __device__ void skip_stages(const GroupTile& tile, StageCount<kStages>& at) const {
+    for (int64_t step = 0; step < steps_of(tile); ++step, at.advance()) {
+      filled(at.stage()).wait(at.parity());
+      if constexpr (kOuter) clear_rest(stages_ + at.stage() * kBytes, tile.rows.count() - step * kDepth);
+      release(at.stage());
+    }
+  }
+
+  // Rows after the end of the group are those of another one, or have any value: zeros in both operands take their place.
+  __device__ void clear_rest(unsigned stage, int64_t rows) const {
+    if (rows >= kDepth) return;
+    const int chunks = (kDepth - static_cast<int>(rows)) * 8;
+    for (int i = thread(); i < chunks * (kBytes / kBox); i += kGroupedThreads) {
+      const unsigned to = stage + i / chunks * kBox + static_cast<int>(rows) * kRowBytes + i % chunks * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+    fence_proxy();
+    sync_warps(kAllBarrier, kGroupedThreads);
+  }
+
+  // Stores `rows` rows of this warpgroup, half of the columns at a time. They are turned in shared memory. Whole boxes are copied
+  // from there by one thread, and the last rows of a group by all.
+  __device__ void store(const GroupTile& tile, int64_t rows) const {
+    const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup();
+    const unsigned staged = stages_ + kStages * kBytes + warpgroup() * (64 * kStaged * 2);
+    const int64_t row = tile.row + warpgroup() * 64;
+    const auto chunk = [&](int row, int place) {
+      return staged + place / 8 * kBox + row * kRowBytes + (place % 8 ^ row % 8) * 16;
+    };
+#pragma unroll
+    for (int part = 0; part < kColumns; part += kStaged) {
+      const int64_t column = tile.column * kColumns + part;
+      if (is_storing()) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      sync_warps(barrier, 128);
+#pragma unroll
+      for (int j = 0; j < kStaged / 8; j += 2) {
+        const float (&left)[4] = sums_[part / 8 + j], (&right)[4] = sums_[part / 8 + j + 1];
+        const unsigned at = chunk(warp * 16 + lane % 16, j + lane / 16);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(packed(left[0], left[1])),
+                     "r"(packed(left[2], left[3])), "r"(packed(right[0], right[1])), "r"(packed(right[2], right[3]))
+                     : "memory");
+      }
+      fence_proxy();
+      sync_warps(barrier, 128);
+      if (kOuter || rows >= 64) {
+        if (!is_storing()) continue;
+#pragma unroll
+        for (int box = 0; box < kStaged / 64; ++box) {
+          if (column + box * 64 >= p_.columns) continue;
+          asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&maps_.result),
+                       "r"(static_cast<int>(column) + box * 64), "r"(static_cast<int>(row)),
+                       "r"(kOuter ? static_cast<int>(tile.group) : 0), "r"(staged + box * kBox)
+                       : "memory");
+        }
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      } else {
+        T* const to = static_cast<T*>(p_.result) + row * p_.result_pitch + column;
+        for (int i = threadIdx.x % 128; i < static_cast<int>(rows) * (kStaged / 8); i += 128) {
+          const int down = i / (kStaged / 8), place = i % (kStaged / 8);
+          const auto values = *static_cast<Values<T, 8>*>(__cvta_shared_to_generic(chunk(down, place)));
+          store_chunk(to + down * p_.result_pitch + place * 8, values, p_.columns - column - place * 8);
+        }
+      }
+    }
+  }
+
+  __device__ static void store_chunk(T* to, const Values<T, 8>& values, int64_t left) {
+    if (left >= 8) {
+      hw::store(to, values);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (k < left) to[k] = values[k];
+      }
+    }
+  }
+
+  __device__ static unsigned packed(float first, float second) {
+    const Values<T, 2> pair{{T(first), T(second)}};
+    return *reinterpret_cast<const unsigned*>(&pair);
+  }
+
+  // Stores sums as they are. Four threads have the 32 bytes of eight columns.
+  __device__ void store_wide(const GroupTile& tile, int64_t rows) const {
+    const int lane = threadIdx.x % 32, first = thread() / 32 % 4 * 16 + lane / 4;
+    float* const to = static_cast<float*>(p_.result) + (kOuter ? tile.group * p_.result_stride : 0) +
+                      (tile.row + warpgroup() * 64) * p_.result_pitch;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + half * 8;
+      if (row >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        const int64_t column = tile.column * kColumns + j * 8 + lane % 4 * 2, left = p_.columns - column;
+        float* const at = to + row * p_.result_pitch + column;
+        const Values<float, 2> pair{{sums_[j][half * 2], sums_[j][half * 2 + 1]}};
+        if (left >= 2) {
+          hw::store(at, pair);
+        } else if (left > 0) {
+          *at = pair[0];
+        }
+      }
+    }
   }
 };
 
-#elif defined(__CUDACC__)
+#endif
 
-// In the same dynamic shared memory.
-template <class T, bool kTurnedA, bool kTurnedB>
-using WarpgroupProduct = TileProduct<T, kWarpgroupRows, 64, kTurnedA, kTurnedB>;
+#ifdef __CUDACC__
+
+// The kernel: the first warp copies, and the second and third warpgroup multiply.
+template <class T, bool kOuter, bool kTransposed>
+__device__ void multiply_groups_by_warpgroups(const GroupedProblem& p, const GroupedMaps& maps, char* shared) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ uint64_t barriers[2 * kWarpgroupStages];
+  WarpgroupProducts<T, kOuter, kTransposed> products(p, maps, shared, barriers);
+  griddep_wait();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x < 32) products.copy();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    products.multiply();
+  }
+#endif
+}
 
 #endif
 

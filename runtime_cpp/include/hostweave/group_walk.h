@@ -1,0 +1,146 @@
+// Tiles of groups whose bounds are read on the device: each block takes one tile of results after another, and finds its group by
+// a scan over the groups.
+#pragma once
+#include "hostweave/grouped_problem.h"
+#include "hostweave/grouped_tiles.h"
+
+namespace hw {
+
+#ifdef __CUDACC__
+
+// Rows of a group, within those that the rank has.
+struct GroupRows {
+  int64_t begin, end;
+
+  __device__ int64_t count() const { return end > begin ? end - begin : 0; }
+};
+
+__device__ inline GroupRows rows_of(const GroupedProblem& p, int64_t group) {
+  return {limited(p.starts[group] - p.first, p.rows), limited(p.ends[group] - p.first, p.rows)};
+}
+
+// Tile number `round` of this block. Odd rounds go through the blocks backwards, so that no block has the largest tile each time.
+__device__ inline int tile_of_block(int round) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  return round * blocks + (round % 2 ? blocks - 1 - block : block);
+}
+
+// A tile of results: its first row of the operand and of the result, its tile of columns, and the rows of its group.
+struct GroupTile {
+  int64_t group, row, column;
+  GroupRows rows;
+};
+
+// Tiles that run at the same time share operands: bands of 16 tiles of rows are passed column by column.
+__device__ inline void set_place(int place, int down, int across, int& row, int& column) {
+  constexpr int kBand = 16;
+  const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
+  const int in_band = place - band * kBand * across;
+  column = in_band / rows, row = band * kBand + in_band - column * rows;
+}
+
+// Finds the tile of a group that a tile number means. Numbers increase, and all threads of a warp ask together. A result of less
+// than 2^31 tiles fits in any memory.
+class GroupWalk {
+ public:
+  __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
+      : p_(p), tile_rows_(tile_rows), across_(static_cast<int>((p.columns + tile_columns - 1) / tile_columns)) {
+    scan();
+  }
+
+  __device__ bool find(int tile, GroupTile& found) {
+    while (tile - before_ >= total_ * across_) {
+      before_ += total_ * across_, base_ += 32;
+      if (base_ >= p_.groups) return false;
+      scan();
+    }
+    const int place = tile - before_;
+    const int lane = __ffs(__ballot_sync(~0u, place < sums_ * across_)) - 1;
+    const int own = __shfl_sync(~0u, tiles_, lane), in_group = place - __shfl_sync(~0u, sums_ - tiles_, lane) * across_;
+    found.rows = {__shfl_sync(~0u, lane_rows_.begin, lane), __shfl_sync(~0u, lane_rows_.end, lane)};
+    int row, column;
+    set_place(in_group, own, across_, row, column);
+    found.group = base_ + lane, found.row = found.rows.begin + int64_t{row} * tile_rows_, found.column = column;
+    return true;
+  }
+
+ private:
+  __device__ void scan() {
+    const int lane = threadIdx.x % 32;
+    lane_rows_ = base_ + lane < p_.groups ? rows_of(p_, base_ + lane) : GroupRows{0, 0};
+    tiles_ = static_cast<int>((lane_rows_.count() + tile_rows_ - 1) / tile_rows_);
+    sums_ = tiles_;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, sums_, distance);
+      if (lane >= distance) sums_ += other;
+    }
+    total_ = __shfl_sync(~0u, sums_, 31);
+  }
+
+  const GroupedProblem& p_;
+  int tile_rows_, across_, base_ = 0, before_ = 0, tiles_ = 0, sums_ = 0, total_ = 0;
+  GroupRows lane_rows_{};
+};
+
+// Finds the tiles of the products of the rows of groups: each group has a result [depth, columns].
+struct OuterWalk {
+  const GroupedProblem& p;
+  int tile_rows, down, across;
+
+  __device__ OuterWalk(const GroupedProblem& p, int tile_rows, int tile_columns)
+      : p(p),
+        tile_rows(tile_rows),
+        down(static_cast<int>((p.depth + tile_rows - 1) / tile_rows)),
+        across(static_cast<int>((p.columns + tile_columns - 1) / tile_columns)) {}
+
+  __device__ bool find(int tile, GroupTile& found) const {
+    const int group = tile / (down * across);
+    if (group >= p.groups) return false;
+    int row, column;
+    set_place(tile - group * down * across, down, across, row, column);
+    found = {group, int64_t{row} * tile_rows, column, rows_of(p, group)};
+    return true;
+  }
+};
+
+template <bool kOuter>
+struct TileWalk : GroupWalk {
+  using GroupWalk::GroupWalk;
+};
+template <>
+struct TileWalk<true> : OuterWalk {
+  using OuterWalk::OuterWalk;
+};
+
+// Writes zeros to rows without a group: those before the first one, between two, and after the last one. By `threads` threads of
+// each block, whole warps.
+template <class Result>
+__device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
+  auto* const result = static_cast<Result*>(p.result);
+  int64_t last = 0;  // end of the groups so far
+  for (int64_t base = 0; base <= p.groups; base += 32) {
+    const int64_t e = base + threadIdx.x % 32;
+    const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};
+    const int64_t begin = e < p.groups && own.count() == 0 ? -1 : own.begin;  // an empty group ends nothing
+    int64_t end = begin < 0 ? 0 : own.end;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, end, distance);
+      if (threadIdx.x % 32 >= distance && other > end) end = other;
+    }
+    int64_t before = __shfl_up_sync(~0u, end, 1);
+    if (threadIdx.x % 32 == 0 || before < last) before = last;
+    for (unsigned gaps = __ballot_sync(~0u, begin > before); gaps; gaps &= gaps - 1) {
+      const int lane = __ffs(gaps) - 1;
+      const int64_t from = __shfl_sync(~0u, before, lane), to = __shfl_sync(~0u, begin, lane);
+      for (int64_t row = from + blockIdx.x; row < to; row += gridDim.x) {
+        for (int64_t i = thread; i < p.columns; i += threads) result[row * p.result_pitch + i] = Result(0.0f);
+      }
+    }
+    const int64_t end_of_all = __shfl_sync(~0u, end, 31);
+    if (end_of_all > last) last = end_of_all;
+  }
+}
+
+#endif
+
+}  // namespace hw
