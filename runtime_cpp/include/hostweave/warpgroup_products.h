@@ -80,6 +80,19 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Registers of each thread of this warpgroup. The assembler of nvcc 13.0 crashes here without optimization, so only NVRTC sees
+// it.
+template <int kCount, bool kMore>
+__device__ void set_registers() {
+#ifdef __CUDACC_RTC__
+  if constexpr (kMore) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+  }
+#endif
+}
+
 // What ordinary instructions wrote to shared memory is visible to matrix units and copies.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -347,10 +360,10 @@ __device__ void multiply_groups_by_warpgroups(const GroupedProblem& p, const Gro
   WarpgroupProducts<T, kOuter, kTransposed> products(p, maps, shared, barriers);
   griddep_wait();
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    set_registers<40, false>();
     if (threadIdx.x < 32) products.copy();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    set_registers<232, true>();
     products.multiply();
   }
 #endif
