@@ -251,6 +251,24 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert apart("", "launch @multiply_y %w, %w -> %b")  # they share nothing
 
 
+def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
+    """Two slices that a concatenation fills, one behind the other. What both need is not written."""
+    x = hw.f32["M", "N"]
+
+    @hw.fusion(x=x, w=hw.f32["M", "M"])
+    def halves(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        h = hw.exp(x)
+        return w @ hw.concat([h * x, h + x], axis=1)
+
+    text = str(lower(halves, Options()))
+    assert text.count("launch @") == 1
+    assert [line.split()[0] for line in text.splitlines() if "= allocate" in line] == ["%multiply_h_joined"]
+    values = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32), np.eye(2, dtype=np.float32)
+    (result,) = interpret(host_text.parse(text), dict(zip(("x", "w"), values, strict=True)))
+    exp = np.exp(values[0])
+    np.testing.assert_allclose(*result.values(), np.concatenate([exp * values[0], exp + values[0]], 1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
     """Backward pass of a norm: the column sum recomputes nothing that the row sum needs, so it need not be written."""
@@ -380,6 +398,11 @@ ENDS = {
         "launch @subtract_row %x, %m_column -> %k\n%c = allocate f32[N]\nlaunch @max_columns %k -> %c\n"
         "launch @subtract_column %x, %c -> %y",
         "%m is reduced over other dims",
+    ),
+    "parts apart": (
+        "%h = allocate f32[2*M, N]\n%a = slice %h[0: M from 0]\n%b = slice %h[0: M from 1]\n%k = allocate f32[M, N]\n"
+        "launch @negative_h %x -> %a\nlaunch @exp_h %x -> %b\ncopy %a -> %y",
+        "%h is written in parts",
     ),
     "parts": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\n%part = chunk %h[0: 0 of 1]\nlaunch @multiply_y %part, %x -> %y",

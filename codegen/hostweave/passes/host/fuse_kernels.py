@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
+from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
@@ -103,8 +104,10 @@ class Links:
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
         for other in others:
-            if parts := (self.roots(other.instruction, "write") - self.roots(other.instruction, "read")) & made:
+            parts = (self.roots(other.instruction, "write") - self.roots(other.instruction, "read")) & made
+            if parts and not self._writes_beside(other, producer):
                 return f"%{min(parts)} is written in parts"
+        others = [other for other in others if self.roots(other.instruction, "read") & made]
         launches = [other for other in others if other in self.launches]
         if not launches:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
@@ -125,6 +128,20 @@ class Links:
                 return why
             found.append(merged)
         return found
+
+    def _writes_beside(self, other: Place, producer: Place) -> bool:
+        """True if both are launches, and what both write in one buffer are slices of it, one behind the other."""
+        if other not in self.launches:
+            return False
+        pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
+        return all(self._are_beside(a, b) or self._are_beside(b, a) for a, b in pairs)
+
+    def _are_beside(self, first: str, second: str) -> bool:
+        """True if the second view begins where the first one ends, along a dim of the same buffer."""
+        one, other = (self.uses.views[name].instruction if name in self.uses.views else None for name in (first, second))
+        if not isinstance(one, ir.Slice) or type(one) is not type(other) or isinstance(one, ir.Strided):
+            return False
+        return (one.src, one.dim) == (other.src, other.dim) and one.start + expr_of(one.size) == other.start
 
     def is_free(self, producer: Place) -> bool:
         """True if all consumers of a launch's results may recompute them."""
