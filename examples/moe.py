@@ -50,15 +50,13 @@ def moe(x, router, bias, w1, w2):
     return hw.moe_combine(y, routing, weights)
 
 
-@hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
-def moe_backward(x, dy, router, bias, w1, w2):
-    """Gradients of x, the router and the matrices of the experts. The forward pass is repeated, as in activation checkpointing."""
+def differentiated(x, dy, router, bias, w1, w2):
+    """The layer's result, and the gradients of x, the router and the matrices of the experts."""
     scores, experts, chosen, weights = routed(x, router, bias)
     routing = hw.moe_routing(experts, EXPERTS, axes="ep")
     rows, w1, w2 = hw.moe_dispatch(x, routing), of_ranks(w1), of_ranks(w2)
     gate, up = halves(hw.grouped_matmul(rows, w1, routing.ends))
-    opened = hw.silu(gate)
-    h = opened * up
+    h = hw.silu(gate) * up
     y = hw.grouped_matmul(h, w2, routing.ends)
 
     # Dispatch and combine are transposes of each other.
@@ -66,8 +64,7 @@ def moe_backward(x, dy, router, bias, w1, w2):
     dw2 = hw.grouped_matmul(hw.permute_dims(h, (0, 2, 1)), given, routing.ends)
     dh = hw.grouped_matmul(given, turned(w2), routing.ends)
     sigmoid = hw.sigmoid(gate)
-    dgate, dup = dh * up * (sigmoid + opened * (1 - sigmoid)), dh * opened
-    both = hw.concat([dgate, dup], axis=2)
+    both = hw.concat([dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid], axis=2)
     dw1 = hw.grouped_matmul(hw.permute_dims(rows, (0, 2, 1)), both, routing.ends)
     dx = hw.moe_combine(hw.grouped_matmul(both, turned(w1), routing.ends), routing)
 
@@ -77,9 +74,23 @@ def moe_backward(x, dy, router, bias, w1, w2):
     dchosen = (dweights - hw.sum(dweights * weights, axis=1, keepdims=True)) / hw.sum(chosen, axis=1, keepdims=True)
     dscores = hw.sum(dchosen[:, :, None] * hw.one_hot(experts, EXPERTS, hw.f32), axis=1)
     dlogits = hw.astype(scores * (dscores - hw.sum(dscores * scores, axis=1, keepdims=True)), x.dtype)
-    return (
+    return hw.moe_combine(y, routing, weights), (
         dx + hw.matmul(dlogits, router.T),
         hw.matmul(x.T, dlogits),
         hw.reshape(dw1, EXPERTS, "H", 2, "I"),
         hw.reshape(dw2, EXPERTS, "I", "H"),
     )
+
+
+@hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
+def moe_backward(x, dy, router, bias, w1, w2):
+    """Gradients alone. The forward pass is repeated, as in activation checkpointing."""
+    _, gradients = differentiated(x, dy, router, bias, w1, w2)
+    return gradients
+
+
+@hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
+def moe_training(x, dy, router, bias, w1, w2):
+    """The result and the gradients. The backward pass uses what the forward pass has computed."""
+    y, gradients = differentiated(x, dy, router, bias, w1, w2)
+    return y, *gradients

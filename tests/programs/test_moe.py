@@ -55,6 +55,7 @@ def test_every_routing(ranks: int, transport: str) -> None:
         without = {name: array for name, array in given.items() if name != "dy"}
         expect(interpret(hosts["moe"], without), hosts["moe"], (y,))
         expect(interpret(hosts["moe_backward"], given), hosts["moe_backward"], gradients)
+        expect(interpret(hosts["moe_training"], given), hosts["moe_training"], (y, *gradients))
 
 
 def test_tokens_travel_once_each_way() -> None:
