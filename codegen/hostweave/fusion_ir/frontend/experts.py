@@ -190,7 +190,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     is_own = (local >= 0) & (local < own)
     local = hw.where(is_own, local, own)
     order = indices.argsort(local, 1)  # the sort is stable: for each expert in the order of the tokens
-    places = hw.where(is_own, indices.argsort(hw.astype(order, i32), 1), 0)
+    places = hw.where(is_own, indices.inverse_order(order, 1), 0)
     every = record("iota", target=TensorType(i32, (Dim(Size(own)),)), beside=local)
     counts = hw.sum(hw.astype(hw.expand_dims(local, 2) == every, i32), 1)
     ends = indices.cumsum(counts, 1)
@@ -208,7 +208,7 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
     """Replaces the experts of choices for which their rank has no room by `num_experts`, an expert that no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
-    places = indices.argsort(indices.argsort(own, 1), 1)  # of a rank's choices in the order of their experts
+    places = indices.inverse_order(indices.argsort(own, 1), 1)  # of a rank's choices in the order of their experts
     target = own // (num_experts // ranks)
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)

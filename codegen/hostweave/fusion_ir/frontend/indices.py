@@ -270,6 +270,11 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
     return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=axis, descending=descending, first=first)
 
 
+def inverse_order(order: Tensor, axis: Axis) -> Tensor:
+    """Place (i64) of each element in an order that `argsort` gives. It equals `argsort(order)`, and needs no sorting."""
+    return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
+
+
 @_called("sorted")
 def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Sorted elements along a dim, in the order of `argsort`.

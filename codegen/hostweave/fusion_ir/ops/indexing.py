@@ -296,6 +296,12 @@ def _order(types: Types, op: Op) -> TensorType:
     return _replaced(result, axis, Size(op[FIRST])) if op[FIRST] else result
 
 
+def _places(types: Types, op: Op) -> TensorType:
+    require(types[0], INTS)
+    checked_axis(op[AXIS], types[0])
+    return TensorType(i64, unsharded(types[0]).dims)
+
+
 def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 0) -> Any:
     order = np.argsort(np.flip(x, axis) if descending else x, axis=axis, stable=True)
     if descending:
@@ -308,4 +314,7 @@ OPS["cumsum"] = OpDef(
 )
 OPS["argsort"] = OpDef(
     1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
+)
+OPS["inverse_order"] = OpDef(  # of rows that have each of 0, 1, ..., n - 1 once
+    1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
 )
