@@ -50,6 +50,9 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
+  // Of a graph that the application launches: milestones, and how many launches have ended.
+  int begin = Milestones::kNone, end = Milestones::kNone;
+  int64_t landed = 0;
 };
 
 namespace {
@@ -127,6 +130,9 @@ struct CallLog::Calls {
   Milestones milestones;
   std::deque<LoggedCall> calls;  // that are not known to be done
   int64_t made = 0, done = 0;
+  std::vector<std::shared_ptr<LoggedOps>>
+      of_application;                // graphs, as long as the program lives: they may be launched at any time
+  int64_t launched = 0, landed = 0;  // by the application
   std::map<cudaStream_t, std::string> names;
 
   // Used by the thread that makes calls only.
@@ -192,6 +198,20 @@ struct CallLog::Calls {
       if (call.own) give_back(*call.own);
       calls.pop_front();
     }
+    for (const auto& ops : of_application) {
+      for (; milestones.is_done(ops->begin, ops->launches + 1); ++launched) ++ops->launches;
+      for (; milestones.is_done(ops->end, ops->landed + 1); ++landed) ++ops->landed;
+    }
+  }
+
+  // The first call that is not done, or a launch by the application: calls take turns, so all calls before one that has begun are
+  // done.
+  std::optional<LoggedCall> unfinished() const {
+    for (const auto& ops : of_application) {
+      if (ops->launches > ops->landed)
+        return LoggedCall{.number = 0, .at = {}, .own = ops, .ops = ops.get(), .times = ops->launches, .is_enqueuing = false};
+    }
+    return calls.empty() ? std::nullopt : std::optional(calls.front());
   }
 
   std::string name_of(cudaStream_t one, const LoggedOps& of) const {
@@ -250,6 +270,15 @@ CallLog::Adding::Adding(CallLog& log, cudaStream_t caller, bool is_marked) {
 CallLog::Adding::~Adding() { current_ = nullptr; }
 
 bool CallLog::prepare_capture(bool wanted) { return calls_->milestones.prepare_capture(wanted); }
+
+void CallLog::begins_launch() { calls_->adding->begin = calls_->milestone(calls_->adding->caller); }
+
+void CallLog::ends_launch() {
+  calls_->adding->end = calls_->milestone(calls_->adding->caller);
+  if (calls_->adding->end == Milestones::kNone) return;
+  const std::lock_guard lock(calls_->mutex);
+  calls_->of_application.push_back(calls_->adding);
+}
 
 LoggedOps* CallLog::captured() {
   const std::lock_guard lock(calls_->mutex);
@@ -345,7 +374,7 @@ const char* name_of(Standstill::Edge edge) {
 CallLog::State CallLog::state() {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
-  State state{calls_->made, calls_->done, 0};
+  State state{calls_->made + calls_->launched, calls_->done + calls_->landed, 0};
   if (!calls_->calls.empty())
     state.waiting_seconds = std::chrono::duration<double>(LogClock::now() - calls_->calls.front().at).count();
   return state;
@@ -404,9 +433,10 @@ Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSo
 void CallLog::look(Standstill& standstill) {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
-  if (calls_->calls.empty()) return;
-  const LoggedCall& call = calls_->calls.front();
-  standstill.call = call.number;
+  const std::optional<LoggedCall> found = calls_->unfinished();
+  if (!found) return;
+  const LoggedCall& call = *found;
+  standstill.call = calls_->done + calls_->landed + 1;
   standstill.is_enqueuing = call.is_enqueuing;
   if (!call.ops) return;
   standstill.is_graph = call.ops->is_captured;

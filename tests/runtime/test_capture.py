@@ -443,6 +443,46 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("streams_given")
+def test_a_launch_by_the_application_names_its_line() -> None:
+    """The other rank launches its graph later. The second launch says as much as the first, and so does one behind a call."""
+    program, threads = mlp_on(2), hw.Threads(2)
+    late = [threading.Event() for _ in range(3)]
+
+    def on_rank(rank: int) -> None:
+        group = hw.init(threads)
+        captures, arrays = Captures(rank), blocks(arrays_of(8), rank, 2)
+        stream, out = captures.stream(), np.empty_like(arrays[0])
+        for _ in range(2):
+            program(*arrays, out=out)
+        with captures.graph(stream) as graph:
+            program(*arrays, out=out, stream=stream)
+        (local,) = group.programs.values()
+        for number, go in enumerate(late):
+            if number == 2:
+                program(*arrays, out=out)
+            before = 2 + number + (number == 2)
+            captures.wait(stream)
+            assert local.stand().call == 0
+            if rank == 1:
+                go.wait(20)
+            captures.launch(graph, stream)
+            if rank == 0:
+                until = time.monotonic() + 20
+                while not local.stand().streams and time.monotonic() < until:
+                    time.sleep(0.005)
+                seen = local.stand()
+                waits = [stream for stream in seen.streams if stream["edge"] == "transfer"]
+                go.set()
+                assert (seen.call, seen.made, seen.done, seen.is_graph) == (before + 1, before + 1, before, True)
+                assert [stream["ranks"] for stream in waits] == [[1]]
+                assert "test_capture.py:" in waits[0]["next"]
+        captures.wait(stream)
+        assert local.stand().call == 0
+
+    threads.run(on_rank)
+
+
+@pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
     """For any number of finished calls that were not polled in between."""

@@ -126,10 +126,11 @@ Standstill Instance::standstill() {
 }
 
 Instance::Instance(Member& member, const ProgramTable& program, bool measures, bool marks_graphs)
-    : member_(member), program_(program), measures_(measures), marks_graphs_(marks_graphs) {
+    : member_(member), program_(program), measures_(measures) {
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
+  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);  // here, because a capture cannot allocate
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
@@ -268,17 +269,19 @@ void Instance::or_stop(const std::function<void()>& work) {
 void Instance::enqueue_captured(cudaStream_t caller) {
   captured([&] {
     progress_->pulse().begin(caller);
-    enqueue(caller);
+    const CallLog::Adding adding(progress_->log(), caller, marks_graphs_);
+    progress_->log().begins_launch();
+    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    progress_->log().ends_launch();
     progress_->pulse().end(caller);
   });
 }
 
 std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
-    const bool is_marked = progress_->log().prepare_capture(marks_graphs_);
     const CapturedStream stream;
     const CallOrder::OfKernels order;
-    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream, is_marked); }), stream, progress_->log());
+    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream, marks_graphs_); }), stream, progress_->log());
   });
 }
 

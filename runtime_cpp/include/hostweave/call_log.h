@@ -55,6 +55,10 @@ class CallLog {
   };
   // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
   bool prepare_capture(bool wanted);
+  // Every launch of a graph that the application captures and launches begins and ends here. Without milestones no launch is
+  // seen. Throws ExecutionError.
+  void begins_launch();
+  void ends_launch();
   // Returns the ops that were added last outside of a call. The graph holds them until it calls `forget`.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
@@ -73,7 +77,7 @@ class CallLog {
   // --- of any thread
 
   struct State {
-    int64_t made;            // calls
+    int64_t made;            // calls, and launches by the application that have begun
     int64_t done;            // of them
     double waiting_seconds;  // since the first that is not done was made; 0 where all are
   };
