@@ -33,7 +33,8 @@ from hostweave.types.tensor import block_of, global_shape, holds
 
 SEEDS, MOST_SEEDS = 3, 12
 NEARLY = 1e-9  # equal in f64
-FEW, MANY = 2 * 10**4, 5 * 10**4  # elements of all seeds, and of a program, from which on fewer seeds do
+FEW = 2 * 10**4  # elements of all seeds
+MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # elements of a program, above which it has two seeds, of opposite signs, and one
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Difference:
 
 def _seeds(elements: float) -> int:
     """Returns the number of seeds: several for small programs, because a wrong comparison shows only if a number lies between."""
-    return 1 if elements > MANY else max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
+    if elements > MANY:
+        return 1 if elements > VERY_MANY else 2
+    return max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
 
 
 class Wanted:
