@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, zip_longest
 
 from hostweave.base.errors import ProgramError
@@ -112,11 +112,15 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
             raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
     meeting = MatchedCollective(tuple(there))
-    for part in there if _may_differ(first) else ():
-        for source in meeting.sources(part):
-            if (sent := _exchanged(source, part, sends=True)) != (taken := _exchanged(part, source, sends=False)):
-                differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
-                raise _fault(program, source, differ, "make them equal", part)
+    if _may_differ(first):
+        number_of = {part: number for number, part in enumerate(there)}
+        all_sent, all_taken = ([_exchanged(part, sends) for part in there] for sends in (True, False))
+        for part, numbered in number_of.items():
+            for source in meeting.sources(part):
+                sent, taken = all_sent[number_of[source]][numbered], all_taken[numbered][number_of[source]]
+                if sent != taken:
+                    differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
+                    raise _fault(program, source, differ, "make them equal", part)
     return meeting
 
 
@@ -124,12 +128,18 @@ def _may_differ(part: Operation) -> bool:
     return isinstance(part.instruction, ir.Collective) and part.instruction.may_differ
 
 
-def _exchanged(part: Operation, other: Operation, sends: bool) -> int:
-    """How many elements a rank sends to another one, or receives from it."""
+def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
+    """Elements that a rank sends to each rank of its process group, or receives from each."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
-    along, group = instruction.sent_along if sends else instruction.received_along, part.process_group
-    return layout.count if along is None else len(share(layout.shape, along, len(group), group.index(other.rank)))
+    along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)
+    return (layout.count,) * ranks if along is None else _blocks(tuple(layout.shape), along, ranks)
+
+
+@lru_cache
+def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
+    """Elements of each rank's block."""
+    return tuple([len(share(shape, along, ranks, number)) for number in range(ranks)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:

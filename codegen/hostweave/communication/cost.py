@@ -15,7 +15,7 @@ from hostweave.types.machine import Machine
 BESIDE_COPIES = 1.05  # slowdown of matmuls while copy engines also use the memory
 BESIDE_KERNELS = 1.7  # slowdown of matmuls while communication kernels hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # slowdown of these kernels by matmuls, by number of ranks
-TURN = 4.5e-6  # seconds from computation to a collective kernel on the same stream, or back: the last rank is awaited, and blocks start
+TURN = 3.5e-6  # seconds from computation to a collective kernel on the same stream, or back: the last rank is awaited, and blocks start
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # seconds of the events of an iteration
 

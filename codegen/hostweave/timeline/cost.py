@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, log2, prod
 from typing import Any
 
 from hostweave.check.operations import Access, Operation
 from hostweave.communication.cost import CHUNK, LOOP, TURN, communication
+from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
+from hostweave.host_ir.ir import Kernel
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
 from hostweave.tune.cost import ATTENTION, Attended, Product, grouped_product, in_kernel
 from hostweave.types.machine import Machine
+from hostweave.types.mesh import Sizes
 
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
 FORK = LOOP / 4  # and of a fork or a join: a loop has two of each, of its matmuls and of its communications
 EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
+FIRST = 3e-6  # seconds until the last rank has come to the first communication of a call
+SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted
+STEP = 0.45e-6  # seconds of a step of the network, between two barriers of a block
+PASSES, PASSED = 26e-6, 0.3e-9  # seconds of a radix sort of a longer lane, and of each of its elements
 BY_KERNELS = 32  # times as long an attention takes that tensor cores do not compute
 
 
@@ -48,6 +55,35 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
         return replace(work, seconds=max(work.seconds - EARLY, 0.0))
     turns = {work.engine, before} == {"multiprocessors", "kernels"} and not is_ours
     return replace(work, seconds=work.seconds + TURN) if turns else work
+
+
+def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
+    """The work of a launch with the seconds that its kernel takes beyond reading and writing its operands once.
+
+    A sort waits for its steps, on few multiprocessors. `take` reads a row once for each index; of a table that does not fit into the
+    cache, all but its share.
+    """
+    types = {value.name: value.type for value in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+
+    def bytes_of(name: str) -> int:
+        return prod([size.bind(sizes) for size in types[name].shape]) * types[name].dtype.itemsize
+
+    again, sorting = 0.0, 0.0
+    for op in kernel.ops:
+        if op.kind == "argsort":
+            sorting += _sorting(types[op.tensors[0]].shape[op[AXIS]].bind(sizes))
+        elif op.kind == "take":
+            table = bytes_of(op.tensors[0])
+            again += max(0, bytes_of(op.result.name) - table) * max(0.0, 1 - machine.cache / max(table, 1))
+    share = 1 / machine.multiprocessors if sorting > work.seconds else work.share
+    return replace(work, seconds=work.seconds + again / machine.memory + sorting, share=share)
+
+
+def _sorting(length: int) -> float:
+    if length > SORTED:
+        return PASSES + PASSED * length
+    rounds = ceil(log2(max(length, 1)))
+    return STEP * rounds * (rounds + 1) / 2
 
 
 def _bytes(access: Access) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hostweave.check.match_collectives import MatchedCollective
 from hostweave.check.operations import Instances, Operation
 from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
-from hostweave.timeline.cost import Work, work_behind
+from hostweave.host_ir import tree
+from hostweave.host_ir.ir import Kernel
+from hostweave.timeline.cost import FIRST, Work, with_kernel, work_behind
+from hostweave.timeline.events import COMMUNICATION
 from hostweave.types.machine import Machine
+from hostweave.types.mesh import Sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +57,10 @@ class SimulatedTask:
 
 def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Machine) -> list[list[SimulatedTask]]:
     """The tasks of every rank, in the order in which its host issues them, and what they wait for."""
-    ranks = [_tasks(operations, machine) for operations in instances.ranks]
+    kernels = {kernel.name: kernel for kernel in instances.program.kernels}
+    ranks = []
+    for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
+        ranks.append(_tasks(operations, machine, kernels, sizes))
     task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
     for meeting in met:
         _meet(meeting, task_of)
@@ -68,14 +75,20 @@ def play(ranks: list[list[SimulatedTask]]) -> None:
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
-def _tasks(operations: Sequence[Operation], machine: Machine) -> list[SimulatedTask]:
+def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
     """Tasks of one rank. Each follows the last one on its stream, its dependencies, and the last communication if these take turns."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
     engine: dict[object, str] = {}  # that each stream used last
     posted: SimulatedTask | None = None
+    has_met = False
     for operation in operations:
-        task = found[operation] = SimulatedTask(operation, work_behind(operation, machine, engine.get(operation.stream, "")))
+        work = work_behind(operation, machine, engine.get(operation.stream, ""))
+        for name in tree.names(operation.instruction, "launch"):
+            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # or of the user
+        if work.kind == COMMUNICATION and not has_met:
+            work, has_met = replace(work, seconds=work.seconds + FIRST), True
+        task = found[operation] = SimulatedTask(operation, work)
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
         if operation.takes_turns:
             before += [posted] if posted else []
@@ -176,7 +189,7 @@ class _Machine:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (filled * beside)
+                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # one that leaves multiprocessors free is not held up
             elif task.work.engine == "kernels":
                 slower = kernels_beside(max(map(_ranks, (task.operation, *task.operation.members)))) if on["multiprocessors"] else 1.0
                 rate = 1 / (len(on["kernels"]) * slower)

@@ -28,9 +28,13 @@ from hostweave.types.zigzag import Zigzag
 # Tiles of a matmul's result: rows, columns, and speed relative to tiles of 128 x 256.
 TILES = (
     *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
-    *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
+    *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which the inner dim is split if there are few tiles
+# Grouped matmuls run by kernels of ours: of warpgroups, or of few rows a group. The rows of an outer product are turned on the way.
+GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
+OUTER_TILES = ((128, 256, 0.72),)
+SATURATES = 0.85  # share of the multiprocessors that must read for the whole bandwidth of the memory
 READS = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel; matmuls of few rows reach all of it
 MOST_WEIGHTS = 2**26  # of a matmul with few rows that a kernel of ours does: hw::kMostWeights
 EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
@@ -52,6 +56,8 @@ class Product:
     columns: float
     dtype: DType
     tf32: bool = False
+    tiles: tuple[tuple[int, int, float], ...] = TILES
+    splits: tuple[int, ...] = SPLITS
 
     @property
     def rate(self) -> float:
@@ -61,7 +67,7 @@ class Product:
     def seconds(self, machine: Machine) -> float:
         if not self.count * self.rows * self.columns:
             return 0.0
-        return machine.launch + max(self._computed(machine)[0], self._moved(machine))
+        return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
         """Part of the GPU that it takes, from 0 to 1: another product can run on the rest.
@@ -70,34 +76,43 @@ class Product:
         """
         if not self.count * self.rows * self.columns:
             return 1.0
-        computed, blocks = self._computed(machine)
+        _, blocks, computed = self._fastest(machine)
         moved = self._moved(machine)
         return min(1.0, max(blocks / machine.multiprocessors, moved / max(computed, moved)))
 
-    def _computed(self, machine: Machine) -> tuple[float, float]:
-        """Seconds with the fastest tiles, and the number of thread blocks that these need."""
-        return min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
+    @property
+    def is_of_few_rows(self) -> bool:
+        """True if a kernel of ours for few rows does it."""
+        few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS
+        return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
+
+    def _fastest(self, machine: Machine) -> tuple[float, float, float]:
+        """Seconds with the fastest tiles, the number of thread blocks that these need, and the seconds that these compute."""
+        return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
 
     def _moved(self, machine: Machine) -> float:
         """Seconds to read the operands and to write the result."""
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        is_ours = self.count == 1 and self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS and self.dtype.itemsize > 1
-        return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if is_ours else READS))
+        return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else READS))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """One of `chunks` equal parts, split by rows or by columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
-    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float]:
-        """Seconds and number of thread blocks with one tile shape and split-K.
+    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
+        """Seconds, number of thread blocks and seconds of computing with one tile shape and split-K.
 
-        `parts` multiprocessors share a tile, and their f32 results are added afterwards.
+        `parts` multiprocessors share a tile, and their f32 results are added afterwards. Few blocks read slower than the memory.
         """
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
         added = machine.launch + 8 * parts * self.count * self.rows * self.columns / machine.memory if parts > 1 else 0.0
-        return waves * (work + machine.wave * sqrt(m * n / (128 * 256))) + added, blocks
+        computed = waves * (work + machine.wave * sqrt(m * n / (128 * 256)))
+        if self.is_of_few_rows:
+            return max(computed + added, self._moved(machine)), blocks, computed + added
+        reads = self._moved(machine) * max(1.0, SATURATES * machine.multiprocessors / blocks)
+        return max(computed, reads) + added, blocks, computed
 
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
@@ -119,7 +134,8 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
     """Grouped matmul of one rank, with as many rows in each group."""
     rows = x[0] / max(groups, 1)
-    return Product(float(groups), *((x[1], rows) if is_outer else (rows, x[1])), float(other[-1]), dtype)
+    shape = (x[1], rows) if is_outer else (rows, x[1])
+    return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

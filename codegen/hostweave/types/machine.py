@@ -81,6 +81,7 @@ class Machine:
     memory: float  # bytes per second, read and written
     launch: float  # seconds of an empty kernel
     links: tuple[Link, ...] = field(repr=False)
+    cache: float = 50e6  # bytes of the cache in front of the memory
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
