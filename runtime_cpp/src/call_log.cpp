@@ -50,7 +50,7 @@ struct LoggedOps {
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
-  // Of a graph that the application launches: milestones, and how many launches have ended.
+  // Milestones of a graph that the application launches, and how many launches have ended.
   int begin = Milestones::kNone, end = Milestones::kNone;
   int64_t landed = 0;
 };
