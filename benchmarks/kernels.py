@@ -230,8 +230,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     expected = case.compute(Torch(), *given)
     for results in (program(*given, group=group), compiled(*given)):
         for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
+            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # 1/8 is one step of f8e4m3: bf16 before it may round either way
             one, other = one.float(), other.float()
-            torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * max(1.0, float(other.abs().max())))
+            torch.testing.assert_close(one, other, rtol=relative, atol=3e-2 * max(1.0, float(other.abs().max())))
     shapes = (*case.inputs, *case.outputs)
     moved = sum({"8": 1, "f": 4}.get(shape[:1], 2) * prod(sizes[letter] for letter in shape.lstrip("8f")) for shape in shapes)
     count = -(-COLD_BYTES // moved)
