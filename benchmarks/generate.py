@@ -1,9 +1,9 @@
 """Decode of Llama 3 8B shapes by `generate`, against transformers' compiled static cache: milliseconds per token.
 
 `torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Ours is tensor-parallel on all
-GPUs, with a CUDA graph for each token. The peers are transformers with a static cache: eager, and with the decoder that
-it compiles, on one GPU. A time is that of the tokens behind the first ones: (time of 128 new tokens - time of 16) / 112, so that
-prompts and compiling count in none. Ways alternate. `--tiny` runs small layers, also on CPUs.
+GPUs, with a CUDA graph for each token. The peer is transformers with a static cache and the decoder that it compiles, on one
+GPU. A time is that of the tokens behind the first ones: (time of 64 new tokens - time of 16) / 48, so that prompts and compiling count in
+none. Each way first says how long its first call took; then ways alternate. `--tiny` runs small layers, also on CPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from peers import report
 import hostweave as hw
 import hostweave.torch
 
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), ("o_proj", "down_proj")
 PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
-PROMPT, FEW, MANY = 128, 16, 128
+PROMPT, FEW, MANY = 128, 16, 64  # for which caches have one length
 
 
 def llama(is_tiny: bool, layers: int, device: str) -> Any:
@@ -51,27 +51,31 @@ def seconds(generate: Callable[[int], Any], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def compare(module: Any, batch: int, ranks: int, turns: int, few: int, many: int) -> dict[str, list[float]]:
+def compare(module: Any, ours: Any, batch: int, turns: int, few: int, many: int, says: bool) -> dict[str, list[float]]:
     """Milliseconds per token of each way, turn by turn."""
     ids = torch.randint(0, module.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(module.device)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-    options = hw.Options(graph="auto") if torch.cuda.is_available() else None
-    example = {"input_ids": ids, "use_cache": False}
-    ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLAN if ranks > 1 else {}, example, options=options)
-    static = {**given, "cache_implementation": "static"}
     ways: dict[str, Callable[[int], Any]] = {
         "hostweave": lambda tokens: ours.generate(ids, **given, max_new_tokens=tokens),
-        "transformers, static cache": lambda tokens: module.generate(ids, **static, max_new_tokens=tokens, disable_compile=True),
-        "transformers, compiled static cache": lambda tokens: module.generate(ids, **static, max_new_tokens=tokens),
+        "transformers, compiled static cache": lambda tokens: module.generate(
+            ids, **given, max_new_tokens=tokens, cache_implementation="static"
+        ),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+
+    def turn(name: str) -> float:
+        return (seconds(ways[name], many) - seconds(ways[name], few)) / (many - few) * 1000
+
     with torch.no_grad():
-        for call in ways.values():
+        for name, call in ways.items():
+            compiled = seconds(call, many)
             call(few)
-            call(many)
+            each = turn(name)
+            if says:
+                print(f"batch {batch}: {name}: first call {compiled:.1f} s; then {each:.3f} ms per token", flush=True)
         for _ in range(turns):
-            for name, call in ways.items():
-                times[name].append((seconds(call, many) - seconds(call, few)) / (many - few) * 1000)
+            for name in ways:
+                times[name].append(turn(name))
     return times
 
 
@@ -94,11 +98,17 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     module = llama(arguments.tiny, arguments.layers, device)
+    if on_gpus and group.rank == 0:
+        report.print_machine()
+    started = time.perf_counter()
+    example = {"input_ids": torch.ones(1, PROMPT, dtype=torch.long, device=device), "use_cache": False}
+    options = hw.Options(graph="auto") if on_gpus else None
+    ours = hostweave.torch.compile(module, hw.Mesh(tp=group.count), PLAN if group.count > 1 else {}, example, options=options)
+    if group.rank == 0:
+        print(f"compiled for logits in {time.perf_counter() - started:.1f} s", flush=True)
     for batch in arguments.batches:
-        times = compare(module, batch, group.count, arguments.turns, *arguments.tokens)
+        times = compare(module, ours, batch, arguments.turns, *arguments.tokens, group.rank == 0)
         if group.rank == 0:
-            if on_gpus:
-                report.print_machine()
             print(f"batch {batch}, {arguments.layers} layers, {group.count} ranks: {report.line(times, ['hostweave'])}", flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

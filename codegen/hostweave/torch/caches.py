@@ -105,6 +105,19 @@ def _not_loaded(_: str) -> Any:
     raise NotImplementedError("a cache is not part of a graph that is saved")
 
 
+def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a cache, by name."""
+    tensors, form = _flat(cache)
+    return {name: tuple(tensor.shape) for name, tensor in zip(form.names, tensors, strict=True)}
+
+
+def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
+    """The cache of all ranks, of zeros, for a rank's cache. `whole` has by name the global sizes of sharded dims, and 0 for others."""
+    tensors, form = _flat(cache)
+    sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
+    return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
+
+
 def continued(given: Any, returned: Any) -> None:
     """Leaves the caches of a call as the module leaves them: what it notes in them besides tensors stands in those that it returns."""
     before = list(caches_in(given))

@@ -28,6 +28,7 @@ class Generation:
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
         """`compile` compiles the module for keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
+        self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of the dims of caches that the plan shards, by name; else 0
         parameters = inspect.signature(module.forward).parameters
         self._word = next((word for word in _CACHE_WORDS if word in parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
@@ -86,16 +87,20 @@ class Generation:
                 f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or leave it out"
             )
         is_new = not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in pytree.tree_leaves([vars(x) for x in cache.layers]))
+        group = current_group()
         caches.register(kwargs)
         with self._lock:
             if is_new:
                 caches.allocate(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:
-                program = self._compiled(kwargs)
+                is_whole = is_new or group is None
+                program = self._compiled(kwargs if is_whole else {**kwargs, self._word: caches.enlarged(cache, self._whole)})
                 self.programs.append(program)
-        if is_new and (group := current_group()) is not None:
+        if is_new and group is not None:
+            whole = caches.shapes(cache)
             caches.continued(kwargs, program.cut(kwargs, group.rank))
+            self._whole |= {name: tuple(map(_if_other, whole[name], own)) for name, own in caches.shapes(cache).items()}
         return program(**kwargs)
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
@@ -122,3 +127,7 @@ class Generation:
             if isinstance(mask, torch.Tensor) and mask.shape[dim] > 1:
                 shapes[mask] = {dim: Dim.AUTO}
         return shapes
+
+
+def _if_other(size: int, own: int) -> int:
+    return 0 if size == own else size
