@@ -33,7 +33,7 @@ CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
 # Parameters of a constructor, in which user names are only members; and preprocessor words.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
-NO_CPP = ("CMakeLists.txt.j2", "timeline.html.j2", "timeline.svg.j2")
+NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
 # There, user names are members or absent.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 

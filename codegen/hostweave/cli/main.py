@@ -19,7 +19,7 @@ from hostweave.base.errors import HostweaveError, did_you_mean
 from hostweave.base.paths import HOST_IR
 from hostweave.base.progress import progress, tell
 from hostweave.build import cache
-from hostweave.build.toolchain import MODULE_FILE, openblas_root
+from hostweave.build.toolchain import MODULE_FILE
 from hostweave.cli.bench import bench, listed
 from hostweave.cli.calibrate import calibrate
 from hostweave.cli.completion import SHELLS, commands_of, script
@@ -35,7 +35,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
 from hostweave.options import OVERLAPS, TRANSPORTS, Options
 from hostweave.pipeline import PASSES, lower
-from hostweave.targets.target import NAMES
+from hostweave.targets.target import NAMES, find_target
 from hostweave.types.machine import Network
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
@@ -303,8 +303,8 @@ def _export(options: argparse.Namespace) -> None:
         return _build_wheel(folder)
     hw.compile(program, options=settings).export(folder)
     build = folder / "build"
-    blas = [f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"] if options.target == "cpu" else []
-    configure = ["cmake", "-S", folder, "-B", build, f"-DHOSTWEAVE_TARGET={options.target}", *blas]
+    local = find_target(options.target).cmake_options()
+    configure = ["cmake", "-S", folder, "-B", build, f"-DHOSTWEAVE_TARGET={options.target}", *local]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
     print(" && ".join(shlex.join(map(str, command)) for command in commands))
 

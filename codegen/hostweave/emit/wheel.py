@@ -10,6 +10,7 @@ from hostweave.emit.arguments import Argument
 from hostweave.emit.program import Program
 from hostweave.emit.structs import Structs
 from hostweave.host_ir.ir import Parameter
+from hostweave.targets.target import find_target
 from hostweave.types.tensor import TensorType, holds
 from hostweave.types.zigzag import Zigzag
 
@@ -23,8 +24,8 @@ class Wheel:
 
     @property
     def dependencies(self) -> tuple[str, ...]:
-        """Packages that the wheel needs: PyTorch has CUDA's libraries."""
-        return ("numpy>=1.26", *(("torch",) if self.target == "cuda" else ("ml_dtypes>=0.4", "scipy-openblas32>=0.3.27")))
+        """Packages that the wheel needs."""
+        return "numpy>=1.26", *find_target(self.target).wheel_requirements
 
     def files(self, program: Program) -> dict[str, str]:
         """The module, its description of the program, and the part of its library that is not generated. path -> text."""

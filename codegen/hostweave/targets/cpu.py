@@ -10,7 +10,7 @@ from typing import Any
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.base.shortages import expect_memory
-from hostweave.build.toolchain import Library, Toolchain, find_compiler, require_native
+from hostweave.build.toolchain import Library, Toolchain, find_compiler, openblas_root, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.machine import H200, Machine
@@ -26,6 +26,7 @@ class _Cpu(Target):
     # The CPU device defines the same symbols as the CUDA libraries, which another package may have loaded globally.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
+    wheel_requirements = ("ml_dtypes>=0.4", "scipy-openblas32>=0.3.27")
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         for kernel in kernels:
@@ -37,6 +38,9 @@ class _Cpu(Target):
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """One library, which is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
+
+    def cmake_options(self) -> list[str]:
+        return [f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
 
     @cache  # noqa: B019 -- of the one object
     def expect_memory(self) -> None:

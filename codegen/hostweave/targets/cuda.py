@@ -29,6 +29,7 @@ class _Cuda(Target):
     needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024
+    wheel_requirements = ("torch",)  # it brings CUDA's libraries
 
     def toolchain(self) -> Toolchain:
         compiler, found = find_compiler(), cuda.find_cuda().require()

@@ -29,6 +29,7 @@ class Target(Protocol):
     needs_one_host: bool  # ranks share the memory of one host
     dlopen_flags: int  # additional dlopen flags for a program's module
     demo_size: int  # size of a symbolic dim per rank in demonstrations
+    wheel_requirements: tuple[str, ...]  # packages that the wheel of a program needs beside NumPy
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
@@ -42,6 +43,10 @@ class Target(Protocol):
 
         Raises BuildError if one is missing, with the packages to install.
         """
+
+    def cmake_options(self) -> list[str]:
+        """Options of CMake with the folders of this machine, to configure an exported project. By default none are needed."""
+        return []
 
     def why_not_here(self, ranks: int) -> str:
         """Reason and remedy if so many ranks cannot run in this process; "" if they can. By default they can."""

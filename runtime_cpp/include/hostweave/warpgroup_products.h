@@ -93,7 +93,7 @@ __device__ void set_registers() {
 #endif
 }
 
-// What ordinary instructions wrote to shared memory is visible to matrix units and copies.
+// Matrix units and copies see what ordinary instructions wrote to shared memory before.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, int64_t j, int64_t k, PhaseBarrier filled) {

@@ -139,9 +139,10 @@ class Links:
     def _are_beside(self, first: str, second: str) -> bool:
         """True if the second view begins where the first one ends, along a dim of the same buffer."""
         one, other = (self.uses.views[name].instruction if name in self.uses.views else None for name in (first, second))
-        if not isinstance(one, ir.Slice) or type(one) is not type(other) or isinstance(one, ir.Strided):
+        if not isinstance(one, ir.PartialView) or not isinstance(other, ir.PartialView) or one.src != other.src:
             return False
-        return (one.src, one.dim) == (other.src, other.dim) and one.start + expr_of(one.size) == other.start
+        (dim, start, size), (other_dim, other_start, _) = one.span, other.span
+        return dim == other_dim and start + expr_of(size) == other_start
 
     def is_free(self, producer: Place) -> bool:
         """True if all consumers of a launch's results may recompute them."""
