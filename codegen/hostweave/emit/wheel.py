@@ -10,7 +10,6 @@ from hostweave.emit.arguments import Argument
 from hostweave.emit.program import Program
 from hostweave.emit.structs import Structs
 from hostweave.host_ir.ir import Parameter
-from hostweave.targets.target import find_target
 from hostweave.types.tensor import TensorType, holds
 from hostweave.types.zigzag import Zigzag
 
@@ -21,11 +20,7 @@ class Wheel:
 
     target: str  # cpu or cuda
     version: str
-
-    @property
-    def dependencies(self) -> tuple[str, ...]:
-        """Packages that the wheel needs."""
-        return "numpy>=1.26", *find_target(self.target).wheel_requirements
+    dependencies: tuple[str, ...]  # packages that the wheel needs
 
     def files(self, program: Program) -> dict[str, str]:
         """The module, its description of the program, and the part of its library that is not generated. path -> text."""
