@@ -17,7 +17,7 @@ from device_counters import counted
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.base.paths import NATIVE
-from hostweave.runtime import session
+from hostweave.runtime import team
 
 RANKS = 2
 X, W = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -69,7 +69,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(session, "_ranks", {})
+    monkeypatch.setattr(team, "_teams", {})
     device = Device()
     yield device
     device.fail("", 0)
@@ -90,7 +90,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
         program.close()
-        session._ranks.clear()
+        team._teams.clear()
         del program
         gc.collect()
         deadline = time.monotonic() + 20
