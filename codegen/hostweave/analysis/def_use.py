@@ -95,7 +95,7 @@ class DefUse:
             self.views[name] = place
             for root in self.roots.all_of(name):
                 self.viewed.setdefault(root, []).append(place)
-        for name in self._roots(i, "read", "write"):
+        for name in self.roots_of(i, "read", "write"):
             self.touches.setdefault(name, []).append(place)
         return place
 
@@ -103,7 +103,7 @@ class DefUse:
         """Alias root of a buffer: the parameter or allocation behind it."""
         return self.roots.of(name)
 
-    def _roots(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
+    def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
         """Alias roots of all buffers that an instruction names in these roles."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
@@ -128,11 +128,11 @@ class DefUse:
     # --- accesses of instructions, including their bodies ---
 
     def reads(self, instructions: Iterable[tree.Instruction]) -> set[str]:
-        return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "read")}
+        return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "read")}
 
     def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
         """Alias roots that instructions write or free, including those in their bodies."""
-        return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "write", "free")}
+        return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
         """True if the order matters: one side writes what the other reads or writes."""

@@ -16,7 +16,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.host.fuse_kernels import fuse_kernels
+from hostweave.passes.host.fuse_kernels import Links, fuse_kernels
 from hostweave.pipeline import lower
 
 KERNELS = """\
@@ -492,3 +492,25 @@ def test_a_wider_dtype_is_not_written() -> None:
     text = str(lower(both, Options()))
     assert "allocate bf16[M, N]" in text
     assert "allocate f32[M, N]" not in text
+
+
+def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of loops over time are such chains. An analysis for each kernel took most of their lowering."""
+    analyses, begin = 0, Links.__init__
+
+    def counted(links: Links, program: HostProgram) -> None:
+        nonlocal analyses
+        analyses += 1
+        begin(links, program)
+
+    monkeypatch.setattr(Links, "__init__", counted)
+    x = hw.f32["M", "N"]
+
+    @hw.fusion(x=x)
+    def chain(x):
+        for _ in range(20):
+            x = hw.exp(-x)
+        return x
+
+    assert str(lower(chain, Options())).count("launch @") == 1
+    assert analyses < 10

@@ -13,7 +13,8 @@ Kernels that read the same elements are fused too, if the later one can move to 
 loops and communication. A kernel that is not fused further states the reason.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hostweave.analysis.def_use import Place, def_use
@@ -34,19 +35,11 @@ SHORT = 1 << 14  # elements that one thread block reduces and computes sooner th
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
-    program = _unshared(program)
-    while True:
-        links = Links(program)
-        launches = list(reversed(links.launches))
-        free = [producer for producer in launches if links.is_free(producer)]  # before it becomes a part of a kernel that is not free
-        kernels = {kernel.name: kernel for kernel in program.kernels}
-        changes = _unions(links, free, kernels) or _unions(links, launches, kernels) or _neighbour(links, kernels)
-        if not changes:
-            program = _explained(program, links)
-            return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
-        body = tree.eliminate_dead_code(tree.edited(program.body, changes))
-        launched = dict.fromkeys(name for i in tree.walk(body) for name in tree.names(i, "launch") if name in kernels)
-        program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
+    links = Links(_unshared(program))
+    while links.fuse(links.is_free) or links.fuse() or links.join():  # free ones before they become parts of kernels that are not free
+        pass
+    program = _explained(links.fused(), links)
+    return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
 
 
 # --- producers and consumers ------------------------------------------------------------------------------------------
@@ -62,15 +55,93 @@ class _Merged:
 
 
 class Links:
-    """The launches of a program, and the consumers of their results."""
+    """The launches of a program, and the consumers of their results. `fuse` changes both, and `fused` makes the changed program."""
 
     def __init__(self, program: ir.HostProgram):
-        self.uses = def_use(program)
+        self._program, self.uses = program, def_use(program)
         self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}
         instructions = ((place, place.instruction) for place in self.uses.places)
         self.launches = {place: i for place, i in instructions if isinstance(i, ir.Launch) and i.kernel in self.kernels}
+        self._touches = dict(self.uses.touches)
+        self._signals = [place.number for place in self.uses.places if tree.names(place.instruction, "record", "fork")]
+        self._waits = [place.number for place in self.uses.places if _waits(place.instruction)]
+        self._changes: dict[int, tree.Instruction | tree.Body] = {}  # to the program's instructions, by number
+        self._moved: dict[int, int] = {}  # definitions, and the launches before which they move, by number
+
+    def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
+        """Fuses launches that fit into all consumers of their results, last launches first. False if there are none.
+
+        A kernel that has absorbed another one is tried again before further ones join it: it may fit into its own consumers now.
+        """
+        before = len(self.launches)
+        waiting = sorted((place for place in self.launches if fits(place)), key=_number)
+        while waiting:
+            producer = waiting.pop()
+            if isinstance(union := self.union(producer), str):
+                continue
+            self._change(producer, None)
+            for merged in union:
+                self._change(merged.consumer, merged)
+            waiting += [merged.consumer for merged in union if fits(merged.consumer)]
+        return len(self.launches) < before
+
+    def join(self) -> bool:
+        """Has launches also compute later ones on the same elements. False if no two launches fit."""
+        before = len(self.launches)
+        while near := self._joined():
+            self.fuse(near.__contains__)
+        return len(self.launches) < before
+
+    def _joined(self) -> set[Place]:
+        """Has one launch also compute a later one. Returns the places that access its memory, or none if no two launches fit."""
+        readers: dict[str, dict[Place, None]] = {}
+        for place, launch in self.launches.items():
+            for src in launch.srcs:
+                readers.setdefault(src, {})[place] = None
+        for first, launch in self.launches.items():
+            others = {place for src in launch.srcs for place in readers[src] if place.body is first.body and place.number > first.number}
+            for later in sorted(others, key=_number):
+                if found := _beside(self, first, later):
+                    merged, moved = found
+                    self._change(first, merged)
+                    self._change(later, None)
+                    self._moved.update((place.number, min(first.number, self._moved.get(place.number, first.number))) for place in moved)
+                    return set(self._accesses(self.roots(merged.launch, "read", "write")))
+        return set()
+
+    def _change(self, place: Place, merged: _Merged | None) -> None:
+        """Replaces or removes a launch."""
+        launch = merged.launch if merged else None
+        old, new = (self.uses.roots_of(i, "read", "write") if i else {} for i in (self.launches[place], launch))
+        for root in old.keys() - new.keys():
+            self._touches[root] = [touch for touch in self._touches[root] if touch is not place]
+        for root in new.keys() - old.keys():
+            self._touches[root] = sorted([*self._touches[root], place], key=_number)
+        self._changes[place.number] = launch or ()
+        if merged:
+            self.launches[place], self.kernels[merged.kernel.name] = merged.launch, merged.kernel
+        else:
+            del self.launches[place]
+
+    def fused(self) -> ir.HostProgram:
+        """The program after all changes, without code that nothing uses."""
+        edits = self._changes | dict.fromkeys(self._moved, ())
+        for number, before in sorted(self._moved.items(), reverse=True):
+            now = edits[before]
+            edits[before] = (self.uses.places[number].instruction, *(now if isinstance(now, tuple) else (now,)))
+        body = tree.eliminate_dead_code(tree.edited(self._program.body, edits))
+        launched = dict.fromkeys(name for i in tree.walk(body) for name in tree.names(i, "launch") if name in self.kernels)
+        return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
+
+    def is_before(self, place: Place, other: Place) -> bool:
+        """True if an instruction stands before a launch, or has moved there."""
+        return self._moved.get(place.number, place.number) <= other.number
+
+    def instruction(self, place: Place) -> tree.Instruction:
+        """The instruction at a place, after changes."""
+        return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
         """Name of the value in a buffer. A chunk has the name of the whole."""
@@ -82,8 +153,20 @@ class Links:
 
     def others(self, producer: Place, *results: str) -> list[Place]:
         """Other instructions that access these results of a launch, in program order."""
-        touching = {place for result in results for place in self.uses.touches[self.root(result)]} - {producer}
-        return sorted(touching, key=lambda place: place.number)
+        return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
+
+    def _accesses(self, roots: set[str]) -> list[Place]:
+        """Places that access the memory of these roots, in program order."""
+        touching = {place for root in roots for place in self._touches.get(root, ())}
+        return sorted(touching, key=_number)
+
+    def waits(self, first: Place, last: Place) -> bool:
+        """True if a stream waits between two places."""
+        return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
+
+    def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
+        """Instructions between two places that access the memory of these roots."""
+        return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
         """Views from `start` to `name`, or None if one of them does not cover all elements."""
@@ -104,10 +187,11 @@ class Links:
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
         for other in others:
-            parts = (self.roots(other.instruction, "write") - self.roots(other.instruction, "read")) & made
+            i = self.instruction(other)
+            parts = (self.roots(i, "write") - self.roots(i, "read")) & made
             if parts and not self._writes_beside(other, producer):
                 return f"%{min(parts)} is written in parts"
-        others = [other for other in others if self.roots(other.instruction, "read") & made]
+        others = [other for other in others if self.roots(self.instruction(other), "read") & made]
         launches = [other for other in others if other in self.launches]
         if not launches:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
@@ -163,23 +247,22 @@ class Links:
             return f"another loop uses %{result}"
         if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in last.srcs):
             return f"parts of %{result} are used"
-        between = list(tree.walk(producer.body[producer.index + 1 : consumer.index]))
-        read = {self.root(src) for src in first.srcs}
-        if any(read & self.roots(i, "write") for i in (*between, last)):
+        read, written = {self.root(src) for src in first.srcs}, {self.root(dst) for dst in kept}
+        if any(read & self.roots(i, "write") for i in (*self.between(producer, consumer, read), last)):
             return f"what %{result} is computed from is overwritten"
-        if any(tree.names(i, "record", "fork") for i in between) and (kept or self._is_written_after(producer, read)):
+        signals = bisect_left(self._signals, producer.number) < bisect_left(self._signals, consumer.number)
+        if signals and (kept or self._is_written_after(producer, read)):
             return f"other streams go on before %{result} is used"
-        for i in between:
-            if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
+        for i in self.between(producer, consumer, written):
+            if early := self.roots(i, "read", "write") & written:
                 return f"{i.syntax.split()[0]} uses %{min(early)} before"
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
         """True if another stream may write the buffers after an instruction has read them."""
         loops = {around for around in place.around if around.instruction.trips is not None}
-        touches = (touch for root in roots for touch in self.uses.touches[root])
-        later = (touch for touch in touches if touch.number > place.number or not loops.isdisjoint(touch.around))
-        return any(self.roots(touch.instruction, "write") & roots for touch in later)
+        later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
+        return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
 
     def why_slow(self, kernel: ir.Kernel) -> str:
         try:
@@ -212,39 +295,15 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
 
-def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
-    """Replacements, by instruction number, that fuse launches into all consumers of their results. Adds the fused kernels to `kernels`."""
-    changes: dict[int, tree.Instruction | tree.Body] = {}
-    waiting: set[int] = set()  # launches that wait until their consumers are fused; fusing into them now might be in the way
-    for producer in producers:
-        near = {place.number for place in (producer, *links.others(producer, *links.launches[producer].dsts))}
-        if near & (changes.keys() | waiting):
-            waiting.add(producer.number)
-            continue
-        union = links.union(producer)
-        if isinstance(union, str):
-            continue
-        changes[producer.number] = ()
-        for merged in union:
-            changes[merged.consumer.number] = merged.launch
-            kernels[merged.kernel.name] = merged.kernel
-    return changes
+def _number(place: Place) -> int:
+    return place.number
+
+
+def _waits(i: tree.Instruction) -> bool:
+    return bool(tree.names(i, "wait", "join") or (i.orders and not tree.names(i, "fork")))
 
 
 # --- kernels with common operands ---
-
-
-def _neighbour(links: Links, kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
-    """Replacements that let one launch also compute a later one on the same elements. Adds the fused kernel to `kernels`."""
-    for first in links.launches:
-        for later in links.launches:
-            if first.body is later.body and first.number < later.number and (found := _beside(links, first, later)):
-                merged, moved = found
-                kernels[merged.kernel.name] = merged.kernel
-                names = tuple(place.instruction for place in moved)
-                gone: dict[int, tree.Instruction | tree.Body] = {place.number: () for place in (*moved, later)}
-                return gone | {first.number: (*names, merged.launch)}
-    return {}
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Place]] | None:
@@ -254,15 +313,15 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
     is_read_twice = any(src in one.srcs and types[src].shape == shape for src in other.srcs)
     if not is_read_twice or any(types[dst].shape != shape for dst in (*one.dsts, *other.dsts)):
         return None
-    between = first.body[first.index + 1 : later.index]
-    written = {root for i in tree.walk(between) for root in links.roots(i, "write")} | links.roots(one, "write")
-    touched = {root for i in tree.walk((one, *between)) for root in links.roots(i, "read", "write")}
-    waits = any(tree.names(i, "wait", "join") or (i.orders and not tree.names(i, "fork")) for i in between)
-    if waits or not written.isdisjoint(links.roots(other, "read")) or not touched.isdisjoint(links.roots(other, "write")):
+    read, written = links.roots(other, "read"), links.roots(other, "write")
+    if any(read & links.roots(i, "write") for i in (one, *links.between(first, later, read))) or links.waits(first, later):
+        return None
+    if any(written & links.roots(i, "read", "write") for i in (one, *links.between(first, later, written))):
         return None
     needed, moved = {*other.srcs, *other.dsts}, list[Place]()
-    for place in reversed([place for place in links.uses.places if place.body is first.body and first.index < place.index < later.index]):
-        if not needed.isdisjoint(tree.names(place.instruction, "define")):
+    for place in reversed(links.uses.places[first.number + 1 : later.number]):
+        is_needed = place.body is first.body and not needed.isdisjoint(tree.names(place.instruction, "define"))
+        if is_needed and not links.is_before(place, first):
             if place.instruction.calls:
                 return None
             moved.insert(0, place)
