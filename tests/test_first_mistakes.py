@@ -395,7 +395,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         ),
         (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider has this as rank '0' of 1; ranks are ints from 0 to below"),
         (lambda: PRODUCT.bind(W), "takes 1 positional argument but 2 were given; write bind(**arrays)"),
-        (lambda: PRODUCT.export(None), "export: folder=None is not a str or Path; write export(folder)"),
+        (lambda: PRODUCT.export(None), "export: folder=None is not a str or Path; write export(folder, wheel='', version='0.1.0')"),
         (
             lambda: pickle.dumps(PRODUCT),
             "program: a compiled program cannot be pickled; pickle the fusion, and compile it there",

@@ -75,8 +75,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def modules() -> list[Path]:
-    """Files of the package, without the examples and benchmarks that a wheel contains."""
-    files = [path for path in PACKAGE.rglob("*.py") if not {EXAMPLES, BENCHMARKS} & {*path.parents}]
+    """Files of the package, without the examples, benchmarks and runtime that a wheel contains."""
+    files = [path for path in PACKAGE.rglob("*.py") if not {EXAMPLES, BENCHMARKS, RUNTIME} & {*path.parents}]
     assert len(files) > 100
     return files
 
