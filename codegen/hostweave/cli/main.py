@@ -313,16 +313,8 @@ def _build_wheel(folder: Path) -> None:
     """Builds the wheel of an exported project and prints its path. Raises HostweaveError with pip's last lines if that fails."""
     dist = folder / "dist"
     with progress("building the wheel"):
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--wheel-dir",
-            str(dist),
-            str(folder.resolve()),
-        ]  # a bare name is a package of an index
+        project = str(folder.resolve())  # pip takes a bare name for a package of an index
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), project]
         result = subprocess.run(pip, capture_output=True, text=True)
     if result.returncode:
         text = (result.stderr.strip() or result.stdout.strip()).splitlines()
