@@ -34,6 +34,7 @@ _STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one m
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # by target and number of ranks
+_kept: list[BaseException] = []  # errors of the exit, with what their frames hold: a thread that frees it would end the process
 _turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
@@ -181,6 +182,10 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
         team = _teams[key] = _teams.get(key) or Team(size)
         try:
             yield team
+        except BaseException as error:
+            if native_calls.ending:
+                _kept.append(error)
+            raise
         finally:
             if team.broken:
                 del _teams[key]
