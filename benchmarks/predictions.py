@@ -132,7 +132,7 @@ def _experts() -> Iterator[Row]:
             {"T": tokens * RANKS},
         )
     sizes = {"T": moe.LAYER["tokens"], "H": moe.LAYER["hidden"], "I": moe.LAYER["inner"]}
-    for what, name in (("forward", "moe"), ("backward", "moe_backward")):
+    for what, name in (("forward", "moe"), ("forward and backward", "moe_training")):
         yield f"a Mixtral layer, {what}, 1 GPU", lambda machine, name=name: moe._layer(name, machine=machine), sizes
 
 
