@@ -19,7 +19,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import GlobalCall, make_call
-from hostweave.runtime.cpu import Schedule
+from hostweave.runtime.cpu import CpuSchedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.lifetime import expect_own_devices
 from hostweave.runtime.lines import name_users_lines
@@ -33,7 +33,7 @@ from hostweave.variants import Variants
 T = TypeVar("T")
 Arrays = Sequence[Any]
 ArraysByName = Mapping[str, Any]
-Given = tuple[Arrays, ArraysByName]  # by position, and by name
+GivenArrays = tuple[Arrays, ArraysByName]  # by position, and by name
 
 _told: set[str] = set()
 
@@ -140,7 +140,7 @@ class Running:
     def call(
         self,
         held: Bound | None,
-        given: Given,
+        given: GivenArrays,
         out: Any,
         stream: Any,
         group: Group | None,
@@ -226,7 +226,7 @@ class Running:
     # --- on all ranks of this process ---
 
     @tells_shortages
-    def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[GlobalCall]:
+    def run(self, held: Bound | None, calls: Sequence[GivenArrays], poison: bool = False) -> list[GlobalCall]:
         """Makes calls on all ranks in this process, with arrays of the same shapes."""
 
         def run(one: Running) -> list[GlobalCall]:
@@ -241,17 +241,17 @@ class Running:
         return self._here()._or_in_sequence(run)
 
     @tells_shortages
-    def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
+    def measure(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
         """Implements `Program.measure`."""
         return self._measured("measure", held, given, warmups, repetitions)[1]
 
     @tells_shortages
-    def timeline(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
+    def timeline(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
         """Variant that runs for these arrays, and times of calls with those of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
-        self, what: str, held: Bound | None, given: Given, warmups: int, repetitions: int, marks: bool = False
+        self, what: str, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int, marks: bool = False
     ) -> tuple[Compiled, list[list[Timing]]]:
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: they must be at least 0 and 1")
@@ -295,7 +295,7 @@ class Running:
         with team_of(target, ranks) as team:
             programs = [group.programs.get(self) for group in team.groups]
             if None in programs:
-                with team.turn(module, target, Schedule()):
+                with team.turn(module, target, CpuSchedule()):
                     programs = list(team.each(lambda rank: self._made_local(team.groups[rank], None, ())))
             try:
                 return call(team, [program for program in programs if program])

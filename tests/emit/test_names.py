@@ -6,7 +6,7 @@ from compiled_fusions import compiled, expect, integer_arrays
 import hostweave as hw
 from hostweave.api import compile
 from hostweave.emit import render
-from hostweave.emit.names import Names
+from hostweave.emit.names import CppNames
 from hostweave.host_ir.ir import HostProgram
 
 
@@ -26,11 +26,11 @@ from hostweave.host_ir.ir import HostProgram
     ],
 )
 def test_one_name(name: str, cpp: str) -> None:
-    assert Names().of(name) == cpp
+    assert CppNames().of(name) == cpp
 
 
 def test_names_stay_apart_and_stay_the_same() -> None:
-    names = Names()
+    names = CppNames()
     assert [names.of("int"), names.of("int_1"), names.of("int", "size"), names.of("int")] == ["int_1", "int_1_1", "int_2", "int_1"]
 
 

@@ -24,7 +24,7 @@ from hostweave.build.nvrtc import Nvrtc, Unit
 from hostweave.build.toolchain import find_compiler
 from hostweave.emit import render
 from hostweave.emit.kernels import C_FUNCTIONS
-from hostweave.emit.names import Names, is_reserved
+from hostweave.emit.names import CppNames, is_reserved
 from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
@@ -69,14 +69,14 @@ def folders_of(target: str) -> tuple[Path, ...]:
 
 
 def test_no_name_of_a_template_is_given_to_anything_of_the_user() -> None:
-    assert {name for name in of_templates() if Names().of(name) == name} == set()
+    assert {name for name in of_templates() if CppNames().of(name) == name} == set()
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_no_macro_is_given_to_anything_of_the_user(target: str) -> None:
     defined = macros(*folders_of(target))
-    assert {name for name in defined if Names().of(name) == name} == set()
-    assert {name for name in defined if Names().of(name) in defined} == set()
+    assert {name for name in defined if CppNames().of(name) == name} == set()
+    assert {name for name in defined if CppNames().of(name) in defined} == set()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_name_that_is_reserved(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["M", "KV", "N_HEADS", "BATCH_SIZE", "EMB", "M_x", "rank", "row", "cuda_stream", "x"])
 def test_a_name_that_stays(name: str) -> None:
-    assert Names().of(name) == name
+    assert CppNames().of(name) == name
 
 
 # --- one program with all of them -------------------------------------------------------------------------------------

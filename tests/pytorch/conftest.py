@@ -28,9 +28,9 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of modules run in NumPy, all ranks of their host programs, so that nothing is compiled."""
-    from hostweave.torch.compiled import Part
+    from hostweave.torch.compiled import ProgramPart
 
-    monkeypatch.setattr(Part, "__call__", _in_numpy)
+    monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
 
 
 def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:

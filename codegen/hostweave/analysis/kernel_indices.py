@@ -11,7 +11,7 @@ from hostweave.host_ir.ir import Function, Kernel, Parameter
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
-Dim = tuple[str, int]  # a value and the number of its dim
+DimOfValue = tuple[str, int]  # a value and the number of its dim
 
 
 class NotOneKernel(Exception):
@@ -55,11 +55,11 @@ def iteration(kernel: Kernel) -> Iteration:
 
 def _iteration(kernel: Kernel) -> Iteration:
     types = {parameter.name: parameter.type for parameter in kernel.inputs}
-    same: dict[Dim, Dim] = {}
+    same: dict[DimOfValue, DimOfValue] = {}
     lanes: dict[str, int] = {}
-    walked: set[Dim] = set()
+    walked: set[DimOfValue] = set()
 
-    def first(dim: Dim) -> Dim:
+    def first(dim: DimOfValue) -> DimOfValue:
         while dim in same:
             dim = same[dim]
         return dim
@@ -100,7 +100,7 @@ def _iteration(kernel: Kernel) -> Iteration:
     return _checked(sizes, indices, lanes, kernel)
 
 
-def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict[str, int]]:
+def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
     """Groups of dims that share one index of the op, and for each operand the dim that no loop iterates over."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
@@ -108,7 +108,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict
         return [[(op.tensors[1], i), (start, i)] for start, i in starts], dict.fromkeys(op.tensors[3::2], 0)
     if walked.outer:
         raise NotOneKernel(f"%{op.result.name} splits or merges dims")
-    by_label: dict[str, list[Dim]] = {}
+    by_label: dict[str, list[DimOfValue]] = {}
     lanes: dict[str, int] = {}
     for name, labels in zip((*op.operands, op.result.name), (*walked.operands, walked.result), strict=True):
         for i, label in enumerate(labels):

@@ -42,12 +42,12 @@ class End:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinEvent:
     stream: str
 
 
 @dataclass(frozen=True)
-class Called:
+class CallEvent:
     """Call of a function, with all its temporaries."""
 
     function: str
@@ -58,15 +58,15 @@ class OnRanks:
     """Steps that only the ranks of a mesh execute."""
 
     mesh: Mesh
-    steps: Steps
+    steps: MemoryEvents
 
 
-Step = Begin | End | Joined | Called | OnRanks
-Steps = tuple[Step, ...]
+MemoryEvent = Begin | End | JoinEvent | CallEvent | OnRanks
+MemoryEvents = tuple[MemoryEvent, ...]
 
 
 @ir.analysis
-def live_ranges(program: ir.HostProgram, is_function: bool = False) -> Steps:
+def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
     """Begins and ends of all temporaries, in program order.
 
     Omits an end if no later buffer can use it. Functions keep all ends, because another call may follow.
@@ -90,17 +90,17 @@ class _Walk:
         self.counts: dict[str, int] = {}  # trip counts of loops, by index, if known
         self.allocates = iter(def_use(program).lives)  # in program order
 
-    def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
+    def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> MemoryEvents:
         known, own = dict(outer), dict[str, Begin]()
         steps = self.steps(body, known, own)
         return (*steps, *map(End, own.values())) if is_nested else steps
 
-    def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> Steps:
+    def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
         """Steps of the instructions of a body. `own` collects buffers that begin in the body and have not ended.
 
         An `on` body adds its buffers to `own` of the body around it.
         """
-        steps: list[Step] = []
+        steps: list[MemoryEvent] = []
         for i in body:
             for name in tree.names(i, "allocate"):
                 place = next(self.allocates)
@@ -109,8 +109,8 @@ class _Walk:
             for name in tree.names(i, "free"):
                 own.pop(name, None)
                 steps.append(End(known[name]))
-            steps += map(Joined, tree.names(i, "join"))
-            steps += (Called(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
+            steps += map(JoinEvent, tree.names(i, "join"))
+            steps += (CallEvent(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
             if i.trips is not None and i.trips.is_int:
                 self.counts.update(dict.fromkeys(tree.names(i, "index"), int(i.trips)))
             if i.ranks:
@@ -131,27 +131,27 @@ class _Walk:
         return streams
 
 
-def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) -> Steps:
+def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
     """Drops ends that no later begin can use or that a join repeats, and joins of pools that own no buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
-    result: list[Step] = []
+    result: list[MemoryEvent] = []
     for step in reversed(steps):
         match step:
-            case Begin() | Called():
+            case Begin() | CallEvent():
                 follows = True
                 joined.clear()
             case OnRanks(mesh, inner):
                 if not (inner := _needed(inner, follows, pools)):
                     continue
                 step = OnRanks(mesh, inner)
-                if any(isinstance(one, Begin | Called) for one in flat(inner)):
+                if any(isinstance(one, Begin | CallEvent) for one in flat(inner)):
                     follows = True
                     joined.clear()
             case End(begin):
                 if not follows or (begin.place.stream and begin.place.stream[0] in joined):
                     continue
-            case Joined(stream):
+            case JoinEvent(stream):
                 if not follows or stream not in pools:
                     continue
                 joined.add(stream)
@@ -159,11 +159,11 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     return tuple(reversed(result))
 
 
-def flat(steps: Steps) -> Iterator[Step]:
+def flat(steps: MemoryEvents) -> Iterator[MemoryEvent]:
     """All steps in order, with those of `OnRanks` inlined."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 
 
-def begins(steps: Steps) -> tuple[Begin, ...]:
+def begins(steps: MemoryEvents) -> tuple[Begin, ...]:
     return tuple(step for step in flat(steps) if isinstance(step, Begin))

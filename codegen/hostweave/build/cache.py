@@ -42,7 +42,7 @@ _held: set[int] = set()  # descriptors of lock files
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """An entry of the cache, or a failed build that was kept."""
 
     path: Path
@@ -185,7 +185,7 @@ def replace(name: str, make: Callable[[Path], object]) -> Path:
     return get_or_make(name, make)
 
 
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CacheEntry, ...]:
     """All entries of the cache, including failed and unfinished builds."""
     with _told(), contextlib.suppress(FileNotFoundError):
         _expect_own(root())
@@ -232,10 +232,10 @@ def evict() -> None:
                 _remove(entry.path)
 
 
-def _entry(mark: Path) -> Entry | None:
+def _entry(mark: Path) -> CacheEntry | None:
     """Entry that contains this list of files, or None if it has been removed meanwhile."""
     try:
-        return Entry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
+        return CacheEntry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
     except FileNotFoundError:
         return None
 

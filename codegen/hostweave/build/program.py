@@ -30,7 +30,7 @@ from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, require_native
 
-Sources = Mapping[str, str]  # path -> text
+SourceFiles = Mapping[str, str]  # path -> text
 
 _MODULE = "hostweave_program"  # the glue's PyInit_ name, the same for every program's file
 _dlopen_flags = renewed(threading.Lock())  # dlopen flags belong to the interpreter, not the thread
@@ -41,7 +41,7 @@ def build(
     host_ir: str,
     toolchain: Toolchain,
     runtime_libraries: Callable[[Toolchain], tuple[Library, ...]],
-    render: Callable[[], Sources],
+    render: Callable[[], SourceFiles],
     title: str = "",
     figures: str = "",
 ) -> Path:
@@ -124,7 +124,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
             raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error
 
 
-def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:
+def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
     """Sources in HOSTWEAVE_EDIT, generated there first if needed; None if the variable is not set."""
     if not (named := os.environ.get("HOSTWEAVE_EDIT")):
         return None
@@ -140,7 +140,7 @@ def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> S
         raise BuildError(f"HOSTWEAVE_EDIT={named}: {error.filename}: {error.strerror}; set it to a folder that you can write") from error
 
 
-def _write(folder: Path, files: Sources) -> None:
+def _write(folder: Path, files: SourceFiles) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

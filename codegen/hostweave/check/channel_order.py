@@ -18,7 +18,7 @@ from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
 
 
-class Posted:
+class PostedCommunications:
     """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others.
 
     A library puts its own of one channel in order, but not kernels that exchange something by themselves.
@@ -67,7 +67,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs of communications that neither streams nor events of their rank order, and have to: the earlier one, the later one."""
     alike = {_shape(operations): operations for operations in reversed(instances.ranks)}
     for operations in reversed(alike.values()):  # each alone: a clock has as many parts as there are streams on the ranks together
-        posted, started = Posted(), dict[Operation, tuple[Task, Clock]]()
+        posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             if any(map(takes_turns, task.operation.communications)):
                 started[task.operation] = task, clock.copy()

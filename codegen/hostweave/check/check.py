@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
-from hostweave.check.channel_order import InTurn, Posted
+from hostweave.check.channel_order import InTurn, PostedCommunications
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
@@ -91,7 +91,7 @@ def _without_collections() -> Iterator[None]:
 class _Checker:
     def __init__(self, instances: Instances, ordered: Order):
         self.instances, self.order = instances, ordered
-        self.posted = Posted()
+        self.posted = PostedCommunications()
         self.tasks = {task.operation: task for task in ordered.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.over: dict[tuple[tree.Instruction, str, str], bool] = {}

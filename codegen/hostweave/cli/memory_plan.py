@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Steps, begins, live_ranges
+from hostweave.analysis.live_ranges import Begin, CallEvent, End, JoinEvent, MemoryEvents, OnRanks, begins, live_ranges
 from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import NATIVE
 from hostweave.check.run import size_of
@@ -119,12 +119,12 @@ class _Replay:
             self.events.allocate(self.workspace, -1)
         self.replay(self.steps[""])
 
-    def replay(self, steps: Steps) -> None:
+    def replay(self, steps: MemoryEvents) -> None:
         for step in steps:
             match step:
                 case OnRanks(mesh, inner) if self.rank in mesh.all_ranks:
                     self.replay(inner)
-                case Called(function):
+                case CallEvent(function):
                     self.replay(self.steps[function])
                 case Begin(place, slots):
                     if step not in self.buffers:
@@ -135,7 +135,7 @@ class _Replay:
                     self.events.allocate(self.buffers[step], bytes, pool, place.instruction.in_window)
                 case End(begin) if own := self.buffers.get(begin):
                     self.events.free(own)
-                case Joined(stream):
+                case JoinEvent(stream):
                     self.events.join(stream)
 
 

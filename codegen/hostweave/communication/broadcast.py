@@ -2,18 +2,18 @@
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule
-from hostweave.communication.steps import Steps, expr_of
+from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr
 from hostweave.transports.transport import COLLECTIVES
 
 
 class _Broadcast(Lowering):
-    def owner(self, steps: Steps) -> Expr:
+    def owner(self, steps: LoopSteps) -> Expr:
         """Owner of the step's block. All ranks visit the blocks in the order of their owners."""
         return steps.index // expr_of(steps.subchunks)
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         with packed_destination(b, target, steps) as landing:
             contiguous = contiguous_source(b, source, steps)
@@ -23,7 +23,7 @@ class _Broadcast(Lowering):
 class _Reduce(_Broadcast):
     """The owner of the step's block receives the reduction. Other ranks leave dst untouched."""
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         is_packed = not b.is_contiguous(target)
         arriving = temporary(b, target, steps) if is_packed else target

@@ -17,7 +17,7 @@ from hostweave.types.size import Size
 
 
 @dataclass(frozen=True)
-class Part:
+class LoopPart:
     """Steps of a loop: `count` steps with `rows` rows of a shard each, from row `start` on. If `rows` is None, steps cover equal chunks of
     all rows."""
 
@@ -26,7 +26,7 @@ class Part:
     start: int = 0
 
 
-def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[Part, ...]:
+def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
     """Parts of a loop: one over chunks of equal size and, if these do not divide the rows, one over the remaining rows.
 
     A shard of 8 rows in 3 chunks becomes 2 steps of 3 rows and one of 2. By shard, each step covers rows of one rank.
@@ -34,11 +34,11 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[Part, ...]:
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
     if loop.drops_dim or not size.is_int or int(size) % int(steps) == 0:
-        return (Part(loop.steps),)
+        return (LoopPart(loop.steps),)
     rows = -(-int(size) // int(steps))
     whole, rest = divmod(int(size), rows)
     each = split if loop.by_block else 1
-    found = Part(Size(each * whole), Size(rows)), Part(Size(each), Size(rest), whole * rows)
+    found = LoopPart(Size(each * whole), Size(rows)), LoopPart(Size(each), Size(rest), whole * rows)
     return found if rest else found[:1]
 
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hostweave.communication.packing import (
-    Reduction,
     Shards,
+    TermReduction,
     branch,
     contiguous_source,
     destination_blocks,
@@ -14,7 +14,7 @@ from hostweave.communication.packing import (
     source_blocks,
 )
 from hostweave.communication.posted import collectives_on
-from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, rank_in_group
+from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, rank_in_group
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import step_of
@@ -26,16 +26,16 @@ from hostweave.types.tensor import BufferType, Dim
 
 
 @dataclass(frozen=True, eq=False)
-class Collective:
+class CollectiveLowering:
     """Lowering of a reshard on one mesh."""
 
     b: Builder
     flow: Dataflow
     values: Values
     op: Op
-    reduction: Reduction
+    reduction: TermReduction
 
-    def run(self, steps: Steps | None) -> None:
+    def run(self, steps: LoopSteps | None) -> None:
         """Emits the collective, of the chunk of `steps` in a loop."""
         change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
@@ -45,7 +45,7 @@ class Collective:
         else:
             self._emit(src, dst, shards, steps)
 
-    def _emit(self, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
+    def _emit(self, src: str, dst: str, shards: Shards, steps: LoopSteps | None) -> None:
         b, change, reduction = self.b, step_of(self.op), self.reduction
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
@@ -68,7 +68,7 @@ class Collective:
             case "all_gather":
                 gather(b, src, dst, shards, steps)
 
-    def _gathered(self, src: str, shards: Shards, steps: Steps | None) -> str:
+    def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
         """Gathers `src` of all ranks, one after another."""
         b, type, wanted = self.b, self.b.types[src], f"{self.op.tensors[0]}_terms"
         shape = (Size(shards.size), *type.shape)
@@ -80,7 +80,7 @@ class Collective:
         gather(b, src, terms, replace(shards, dim=0), steps)
         return terms
 
-    def _dim_of_chunk(self, dim: int | None, steps: Steps | None) -> int | None:
+    def _dim_of_chunk(self, dim: int | None, steps: LoopSteps | None) -> int | None:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
     def _is_uneven(self) -> bool:
@@ -112,13 +112,13 @@ class Collective:
         b.emit(ir.Copy(wanted, dst))
 
 
-def gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None, wants_own: bool = True) -> None:
+def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:
     """Gathers `src` of all ranks to `dst`. `wants_own` is False if this rank's own block need not be in `dst`."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
 
 
-def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
+def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: LoopSteps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
         collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
 
@@ -135,7 +135,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
     gather(b, src, landing, shards, None, wants_own=False)
 
 
-def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, arrived: Callable[[], None]) -> str:
+def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
     """Copies the shard of a step out of such a gather, or from the source if it is this rank's own. `arrived` emits the copy of other
     shards."""
     source = values.operand(op, 0, None)

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from hostweave.communication.packing import Reduction, apart
+from hostweave.communication.packing import TermReduction, apart
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import expr_of
 from hostweave.host_ir import ir
@@ -68,7 +68,7 @@ class Exchange(Signals):
         own = self.block(src, self.rank)
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
-    def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
+    def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
         """Gathers the other ranks' terms one after another and sums them."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
@@ -86,7 +86,7 @@ class Exchange(Signals):
 
         self.b.sum_later(add) if is_outside else add()
 
-    def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
+    def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
         """Each rank reduces its part, and the others read it. Small or uneven tensors are gathered and reduced on every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
@@ -100,7 +100,7 @@ class Exchange(Signals):
         self.reduce_scatter(src, reduced, reduction)
         self.all_gather(reduced, dst)
 
-    def reduce(self, src: str, dst: str, reduction: Reduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
+    def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
         others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], partial(ir.If, opposite(self.rank.equals(root)))
         src, type = self.in_window(src), self.b.types[dst]
         with self.b.inside(elsewhere):

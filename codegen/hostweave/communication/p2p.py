@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
-from hostweave.communication.steps import Steps, chunk
+from hostweave.communication.steps import LoopSteps, chunk
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import MESSAGES
@@ -13,7 +13,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Swap(Lowering):
-    def swap(self, src: str, receiver: Expr, dst: str, sender: Expr, steps: Steps) -> None:
+    def swap(self, src: str, receiver: Expr, dst: str, sender: Expr, steps: LoopSteps) -> None:
         """Sends one block and receives another. If the rank is the step's owner, copies instead."""
         b = self.b
 
@@ -25,18 +25,18 @@ class _Swap(Lowering):
         branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
 
 
-class _Gather(_Swap):
+class _P2pGather(_Swap):
     """The owner of a block sends it to the rank that takes it in this step."""
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         source, target = self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         self.swap(source, (self.rank - steps.distance) % self.size, target, steps.owned_by, steps)
 
 
-class _Scatter(_Swap):
+class _P2pScatter(_Swap):
     """Each rank sends its term of a block to the owner. Terms land next to each other, one per rank, and are summed after the loop."""
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         b, value = self.b, self.op.result
         source, local = self.values.operand(self.op, 0, steps), self.flow.local(value)
         dim = value.walked.dim
@@ -53,5 +53,5 @@ class _Scatter(_Swap):
         self.reduction.emit((self.landing,), own.part(self.b, self.values.buffer_of(name), dim, f"{name}_part"))
 
 
-GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _Gather),), FIRST, tried=(1,))
-SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _Scatter),), LAST, tried=(1,))
+GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _P2pGather),), FIRST, tried=(1,))
+SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _P2pScatter),), LAST, tried=(1,))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hostweave.communication.steps import Steps
+from hostweave.communication.steps import LoopSteps
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -17,7 +17,7 @@ MOST_TERMS = 8  # largest number of terms that a kernel takes as separate operan
 
 
 @dataclass(frozen=True)
-class Reduction:
+class TermReduction:
     """A reduction, such as `sum`. `emit` adds terms, and all slices of the last term along its outermost dim, into a buffer."""
 
     op: str
@@ -47,7 +47,7 @@ class Shards:
         return self.mesh.size_of(self.axes)
 
 
-def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> str:
+def source_blocks(b: Builder, src: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> str:
     """Packed memory with the blocks of `src`, one per rank."""
     if shards.is_uneven:
         return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
@@ -55,7 +55,7 @@ def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, blo
 
 
 @contextmanager
-def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
+def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> Iterator[str]:
     """Packed memory for the blocks of `dst`, one per rank. On exit, unpacks them to `dst`."""
     view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
     with packed_destination(b, view, steps) as landing:
@@ -68,7 +68,7 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None
         b.emit(ir.Unpack(packed, landing, cuts))
 
 
-def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
+def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
     """Memory with the blocks of a contiguous `src` in order, its own memory if they are in order already."""
     if is_in_order(cuts):
         return src
@@ -89,7 +89,7 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
-def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
+def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
     """Returns `src` if it is contiguous, or else a contiguous copy."""
     if b.is_contiguous(src):
         return src
@@ -99,7 +99,7 @@ def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
 
 
 @contextmanager
-def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[str]:
+def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterator[str]:
     """Yields `dst` if it is contiguous, or else contiguous memory that is copied to `dst` on exit."""
     if b.is_contiguous(dst):
         yield dst
@@ -109,7 +109,7 @@ def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[st
     b.emit(ir.Copy(packed, dst))
 
 
-def temporary(b: Builder, like: str, steps: Steps | None) -> str:
+def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
     """Allocates contiguous memory of the shape of `like`. In a loop each iteration has its own."""
     type = b.types[like]
     if steps is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from hostweave.communication.exchanges import Exchange
-from hostweave.communication.packing import Reduction
+from hostweave.communication.packing import TermReduction
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -23,10 +23,10 @@ class Posted:
         """`wants_own` is ignored: a collective always writes this rank's own block of `dst`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
-    def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
+    def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
         self.b.emit(ir.ReduceScatter(src, dst, reduction.op, self.channel, along))
 
-    def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
+    def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
         self.b.emit(ir.AllReduce(src, dst, reduction.op, self.channel))
 
     def all_to_all(self, src: str, dst: str, cut_along: int | None, joined_along: int | None) -> None:
@@ -35,7 +35,7 @@ class Posted:
     def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
-    def reduce(self, src: str, dst: str, reduction: Reduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
+    def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
         """Reduces to rank `root`. `on_root` would open a body for the root alone, and is not needed here."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 

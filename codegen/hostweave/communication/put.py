@@ -15,7 +15,7 @@ from hostweave.communication.cost import BESIDE_COPIES, Overlap
 from hostweave.communication.packing import apart, branch, contiguous_source
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
-from hostweave.communication.steps import Steps, chunk_shape
+from hostweave.communication.steps import LoopSteps, chunk_shape
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.transports.transport import SIGNALS
@@ -44,7 +44,7 @@ class _Loop(Lowering, Signals):
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
 
-class Gather(_Loop):
+class PutGather(_Loop):
     """All-gather: the own shard is used in place, and the others arrive one after another.
 
     If the program computed the shard, peers get it from its memory. If the shard is in no window, it is put to the peers.
@@ -83,25 +83,25 @@ class Gather(_Loop):
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
-    def put(self, steps: Steps) -> None:
+    def put(self, steps: LoopSteps) -> None:
         """Puts a chunk of this rank's shard to the rank that takes it in this step."""
         own = replace(steps, owner=self.rank, suffix="own")
         self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
 
-    def source(self, own: Steps) -> str:
+    def source(self, own: LoopSteps) -> str:
         """A contiguous chunk of this rank's shard."""
         return contiguous_source(self.b, self.values.operand(self.op, 0, own), None)
 
-    def sender(self, steps: Steps) -> Expr:
+    def sender(self, steps: LoopSteps) -> Expr:
         """Rank that puts the arriving chunk."""
         return steps.owned_by
 
-    def landed(self, steps: Steps) -> str:
+    def landed(self, steps: LoopSteps) -> str:
         if self.lands_in_place:
             return self.values.destination(self.op, steps)
         return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
 
-    def before_step(self, steps: Steps) -> None:
+    def before_step(self, steps: LoopSteps) -> None:
         b = self.b
 
         def arrive() -> None:
@@ -116,7 +116,7 @@ class Gather(_Loop):
 
         branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
 
-    def read(self, steps: Steps) -> None:
+    def read(self, steps: LoopSteps) -> None:
         assert self.shard
         landed = self.landed(steps)
         wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
@@ -126,7 +126,7 @@ class Gather(_Loop):
             branch(self.b, steps.subchunk.equals(0), lambda: self.b.emit(wait))
         self.b.emit(ir.Get(self.values.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
 
         def arrive() -> None:
@@ -146,7 +146,7 @@ class Gather(_Loop):
         self.b.emit(ir.Join(PUTS))
 
 
-class _Scatter(_Loop):
+class _PutScatter(_Loop):
     """Reduce-scatter: the other ranks' blocks come first, each put to its owner. A kernel adds the landed terms to the own one."""
 
     def begin(self) -> None:
@@ -159,18 +159,18 @@ class _Scatter(_Loop):
             self.signal(self.landing)
             self.wait(self.landing)
 
-    def term(self, steps: Steps) -> str:
+    def term(self, steps: LoopSteps) -> str:
         return self.values.operand(self.op, 0, steps)
 
-    def others(self, steps: Steps) -> Expr:
+    def others(self, steps: LoopSteps) -> Expr:
         """True if a step's block belongs to another rank."""
         return opposite(steps.owned_by.equals(self.rank))
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         """Records that the term has been computed."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
-    def after_step(self, steps: Steps) -> None:
+    def after_step(self, steps: LoopSteps) -> None:
         b = self.b
 
         def put() -> None:
@@ -198,7 +198,7 @@ class _Scatter(_Loop):
         else:
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 
-    def add(self, steps: Steps) -> None:
+    def add(self, steps: LoopSteps) -> None:
         b, own, target = self.b, self.term(steps), self.values.destination(self.op, steps)
         shape = (Size(self.size - 1), *b.types[own].shape)
         if steps.subchunks == Size():
@@ -219,5 +219,5 @@ class _Put(Schedule):
 
 # After a gather, the end of one matmul can overlap with the start of the next. A scattered chunk leaves as soon as it is computed, and
 # running several chunks at once would delay the first ones.
-GATHER = _Put("put", "all_gather", ((SIGNALS, Gather),), FIRST, most_streams=2, tried=(1, 2, 4))
-SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _Scatter),), LAST, most_streams=1, tried=(1, 2, 4))
+GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), FIRST, most_streams=2, tried=(1, 2, 4))
+SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LAST, most_streams=1, tried=(1, 2, 4))

@@ -9,7 +9,7 @@ from hostweave.communication import put
 from hostweave.communication.packing import branch, group
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
-from hostweave.communication.steps import Steps, chunk, expr_of
+from hostweave.communication.steps import LoopSteps, chunk, expr_of
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.host_ir import ir
@@ -19,7 +19,7 @@ from hostweave.types.size import Size
 
 
 class _Ring(Lowering):
-    def owner(self, steps: Steps) -> Expr:
+    def owner(self, steps: LoopSteps) -> Expr:
         if self.op.kind == "reduce_scatter":
             return Var(self.b.let("q", (self.rank - 1 - steps.distance) % steps.shards))
         return Var(self.b.let("p", (self.rank - steps.distance) % steps.shards))
@@ -28,7 +28,7 @@ class _Ring(Lowering):
 class _PassedOn(_Ring):
     """Ring whose values are used where they arrive."""
 
-    def pass_on(self, src: str, name: str, steps: Steps, event: str) -> None:
+    def pass_on(self, src: str, name: str, steps: LoopSteps, event: str) -> None:
         """Sends a chunk to the next rank and receives the chunk of a later step. Records `event` for this step."""
 
         def exchange() -> None:
@@ -41,7 +41,7 @@ class _PassedOn(_Ring):
         channel = self.b.channel(self.axes, MESSAGES)
         group(self.b, ir.Recv(arriving, (self.rank - 1) % self.size, channel), ir.Send(src, (self.rank + 1) % self.size, channel))
 
-    def next_chunk(self, name: str, steps: Steps) -> str:
+    def next_chunk(self, name: str, steps: LoopSteps) -> str:
         """Buffer for the chunk that the neighbour sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
@@ -54,7 +54,7 @@ class _PassedOn(_Ring):
             )
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
-    def arrivals(self, steps: Steps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
+    def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
         """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the events, one
         per step."""
         if not steps.count.is_int:
@@ -70,10 +70,10 @@ class _PassedOn(_Ring):
         return event
 
 
-class _Gather(_PassedOn):
+class _RingGather(_PassedOn):
     """Forwards the previous rank's block to the next rank, starting with its own."""
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         event = self.arrivals(steps, lambda: b.emit(ir.Copy(source, target)), lambda: None)
         self.pass_on(target, self.op.result.name, steps, event)
@@ -96,7 +96,7 @@ class _Sums(_PassedOn):
         why = "algorithm='ring' sums the results of a matmul of floats in its loop; use algorithm='p2p' for other ops"
         raise ProgramError(f"reshard: {why}", self.op.location)
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         term, multiply = self.values.operand(self.op, 0, steps), self.multiply
         assert multiply is not None
         event = self.arrivals(steps, partial(multiply, False), partial(multiply, True))
@@ -127,7 +127,7 @@ class _SumsByPuts(_Sums):
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
-class _GatherByPuts(_Ring, put.Gather):
+class _GatherByPuts(_Ring, put.PutGather):
     """Each rank puts its own shard to the next rank, then the chunks that arrive from the previous one."""
 
     def shard_in_window(self) -> str | None:
@@ -140,10 +140,10 @@ class _GatherByPuts(_Ring, put.Gather):
     def wait(self, buffer: str) -> None:
         self.wait_for((self.rank + 1) % self.size, buffer)
 
-    def sender(self, steps: Steps) -> Expr:
+    def sender(self, steps: LoopSteps) -> Expr:
         return (self.rank - 1) % self.size
 
-    def put(self, steps: Steps) -> None:
+    def put(self, steps: LoopSteps) -> None:
         """Puts the chunk that this rank held one shard earlier."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(before)
@@ -154,5 +154,5 @@ class _GatherByPuts(_Ring, put.Gather):
         branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(before)), lambda: put(place))
 
 
-GATHER = Schedule("ring", "all_gather", ((MESSAGES, _Gather), (SIGNALS, _GatherByPuts)), FIRST)
+GATHER = Schedule("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _GatherByPuts)), FIRST)
 SCATTER = Schedule("ring", "reduce_scatter", ((MESSAGES, _Sums), (SIGNALS, _SumsByPuts)), LAST)

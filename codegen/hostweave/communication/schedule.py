@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hostweave.communication.cost import BESIDE_KERNELS, Overlap, kernels_beside
-from hostweave.communication.packing import Reduction
-from hostweave.communication.steps import Dataflow, Steps, rank_in_group
+from hostweave.communication.packing import TermReduction
+from hostweave.communication.steps import Dataflow, LoopSteps, rank_in_group
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
@@ -73,7 +73,7 @@ class Lowering:
     needs_count: ClassVar[bool] = False  # only for a known number of steps; of the reductions only sums
     multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to what the buffer holds
 
-    def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, in_loop: Set[str], reduction: Reduction):
+    def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, in_loop: Set[str], reduction: TermReduction):
         """`in_loop` holds the names of values that ops of the loop compute."""
         self.b, self.flow, self.values, self.op = b, flow, values, op
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
@@ -86,7 +86,7 @@ class Lowering:
         """The value whose matmul the schedule emits itself, so that it accumulates into an arrived sum. None if there is none."""
         return None
 
-    def owner(self, steps: Steps) -> Expr:
+    def owner(self, steps: LoopSteps) -> Expr:
         """Owner of the block in a step of a loop by shard. Rotated, so that all ranks address different peers in each step."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         rank = self.rank + shift if shift else self.rank
@@ -95,14 +95,14 @@ class Lowering:
     def begin(self) -> None:
         """Emits instructions before the loop."""
 
-    def before_step(self, steps: Steps) -> None:
+    def before_step(self, steps: LoopSteps) -> None:
         """Emits instructions of each iteration, before its stream block."""
 
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         """Emits the op in the stream block of an iteration."""
         raise NotImplementedError
 
-    def after_step(self, steps: Steps) -> None:
+    def after_step(self, steps: LoopSteps) -> None:
         """Emits instructions of each iteration, after its stream block."""
 
     def end(self) -> None:

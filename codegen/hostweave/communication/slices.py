@@ -1,21 +1,21 @@
 """Schedules across shards: each step does one collective, or one move to another mesh, of a slice of every rank's shard."""
 
-from hostweave.communication.collective import Collective
+from hostweave.communication.collective import CollectiveLowering
 from hostweave.communication.cost import BESIDE_KERNELS, Overlap, communication, kernels_beside
 from hostweave.communication.schedule import Lowering, Schedule
-from hostweave.communication.steps import Steps
+from hostweave.communication.steps import LoopSteps
 from hostweave.communication.transfers import send_and_receive
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS
 from hostweave.types.machine import Machine
 
 
 class _Slice(Lowering):
-    def step(self, steps: Steps) -> None:
-        Collective(self.b, self.flow, self.values, self.op, self.reduction).run(steps)
+    def step(self, steps: LoopSteps) -> None:
+        CollectiveLowering(self.b, self.flow, self.values, self.op, self.reduction).run(steps)
 
 
 class _Move(Lowering):
-    def step(self, steps: Steps) -> None:
+    def step(self, steps: LoopSteps) -> None:
         values, op = self.values, self.op
         send_and_receive(self.b, self.flow, op, lambda: values.operand(op, 0, steps), lambda: values.destination(op, steps), steps)
 

@@ -91,7 +91,7 @@ class Dataflow:
 
 
 @dataclass(frozen=True)
-class Steps:
+class LoopSteps:
     """Iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
 
     By shard, an iteration takes block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it takes the same slice of every
@@ -140,7 +140,7 @@ class Steps:
         return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
-    def next_hop(self) -> Steps:
+    def next_hop(self) -> LoopSteps:
         """The ring iteration whose block the neighbour sends in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
@@ -186,7 +186,7 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
     return number
 
 
-def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
+def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
     """View of the chunk of one iteration in `buffer`, which holds `value` with its dims in order.
 
     If the iteration takes a slice of several shards, the dim becomes two: the shards, and the slice of each.
@@ -205,7 +205,7 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
     return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
 
 
-def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
+def _first_row(steps: LoopSteps, shard: Size, shards: int) -> Expr:
     """First local row of a chunk, in a loop over a part of each of `shards` shards."""
     index: Expr = Const(0)
     if steps.owner is None:
@@ -216,7 +216,7 @@ def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
     return steps.owned_by * expr_of(shard) + first if shards > 1 else first
 
 
-def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
+def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
     """Shape of the chunk that `chunk` views."""
     shape = value.type.local_shape(mesh, steps.uneven)
     size = shape[dim]
@@ -235,7 +235,7 @@ def keeps_dim(op: Op) -> bool:
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 
 
-def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:
+def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
     """Position of an op's dim in the chunks of one iteration. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:

@@ -9,10 +9,10 @@ from functools import partial
 from math import prod
 
 from hostweave.communication.exchanges import Exchange
-from hostweave.communication.packing import Reduction, contiguous_source, group, packed_destination, packed_source, temporary
+from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
 from hostweave.communication.posted import collectives_on
 from hostweave.communication.signals import NUMBERS
-from hostweave.communication.steps import Dataflow, Steps
+from hostweave.communication.steps import Dataflow, LoopSteps
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
@@ -28,7 +28,7 @@ from hostweave.types.tensor import TensorType
 
 COPIES = "copies"  # mesh axis of a sender and the ranks that receive the same data from it
 
-Buffer = Callable[[], str]  # returns the buffer to send or receive, in the body of its mesh
+MakesBuffer = Callable[[], str]  # returns the buffer to send or receive, in the body of its mesh
 
 
 class Transfers:
@@ -47,7 +47,7 @@ class Transfers:
             self.wait_for_readers()
         self.unread.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
 
-    def reduce(self, op: Op, reduction: Reduction) -> None:
+    def reduce(self, op: Op, reduction: TermReduction) -> None:
         """Reduces to the one rank of the result's mesh."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
@@ -66,7 +66,7 @@ def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, trans
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 
-def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
+def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, steps: LoopSteps | None) -> None:
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     blocks = op[BLOCKS]
@@ -88,7 +88,7 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffe
                 group(b, _send(b, sent, blocks, to_send, distance), recv)
 
 
-def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, number: int) -> Callable[[], None]:
+def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
     """Moves through a one-sided channel: receivers get from a window of the sender. Returns the emitter of the sender's waits.
 
     A sender signals that its window is ready, and each reader signals that it has read. `number` is the signal, unique among moves whose
@@ -147,7 +147,7 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
     return cuts(source, op[BLOCKS].sent), cuts(target, op[BLOCKS].received)
 
 
-def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
+def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: MakesBuffer, dst: MakesBuffer) -> None:
     """Broadcasts within groups of one sender and its receivers. No rank is in two groups."""
     with b.on(source):
         full = src()
@@ -167,7 +167,7 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
+def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
     """Memory with the blocks of `src` in order: its own, or a copy."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
@@ -179,7 +179,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
 
 
 @contextmanager
-def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> Iterator[str]:
+def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
     """Memory for the blocks of `dst()` in order. On exit, copies them to `dst()` unless it is the same memory."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):

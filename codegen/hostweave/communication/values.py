@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from hostweave.communication.steps import Steps
+from hostweave.communication.steps import LoopSteps
 from hostweave.fusion_ir.ir import Op
 
 
@@ -12,14 +12,14 @@ class Values(Protocol):
     def buffer_of(self, name: str) -> str:
         """Buffer or view that holds all of a value."""
 
-    def chunk(self, name: str, dim: int, steps: Steps) -> str:
+    def chunk(self, name: str, dim: int, steps: LoopSteps) -> str:
         """Part of a value that one iteration accesses."""
 
-    def operand(self, op: Op, number: int, steps: Steps | None) -> str:
+    def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
         """Buffer that an op reads."""
 
-    def destination(self, op: Op, steps: Steps | None) -> str:
+    def destination(self, op: Op, steps: LoopSteps | None) -> str:
         """Buffer that an op writes."""
 
-    def take_chunks(self, op: Op, steps: Steps) -> None:
+    def take_chunks(self, op: Op, steps: LoopSteps) -> None:
         """Allocates memory for the chunks that the steps of an op write."""

@@ -1,11 +1,11 @@
 """Live ranges of temporaries, as calls of the arena's plan in `prepare`."""
 
-from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
+from hostweave.analysis.live_ranges import Begin, CallEvent, End, JoinEvent, MemoryEvent, MemoryEvents, OnRanks
 from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.layout import lay_out
 
 
-def arena_plan(steps: Steps, context: ProgramContext) -> str:
+def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
     """C++ that describes the live ranges of a body to the arena. Call it after the body has been emitted.
 
     A comment above it lists the buffers that may share bytes at any size.
@@ -16,12 +16,12 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
     return ("// Disjoint live ranges, so these may share bytes:\n" + shared if shared else "") + _plan(steps, context)
 
 
-def calls_functions(steps: Steps) -> bool:
+def calls_functions(steps: MemoryEvents) -> bool:
     """True if the plan passes the sizes on, to the plans of functions."""
-    return any(isinstance(step, Called) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
+    return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 
-def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
+def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group that has no live buffer, as in colouring an interval graph.
 
     `used` maps each live buffer to its group. A stream's buffer stays live until the streams are joined.
@@ -36,19 +36,19 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Tempora
                 groups[used[buffer]].append(buffer)
             case End(begin) if begin.place.stream is None:
                 used.pop(context.temporaries[begin], None)
-            case Joined(stream):
+            case JoinEvent(stream):
                 for buffer in [buffer for buffer in used if buffer.pool == context.streams[stream]]:
                     del used[buffer]
             case OnRanks(_, inner):
                 _take_turns(inner, context, groups, used)
 
 
-def _plan(steps: Steps, context: ProgramContext) -> str:
+def _plan(steps: MemoryEvents, context: ProgramContext) -> str:
     """C++ of these steps."""
     return "".join(_told(step, context) for step in steps)
 
 
-def _told(step: Step, context: ProgramContext) -> str:
+def _told(step: MemoryEvent, context: ProgramContext) -> str:
     """C++ of one step of the plan."""
     match step:
         case Begin():
@@ -58,9 +58,9 @@ def _told(step: Step, context: ProgramContext) -> str:
             return lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
         case End(begin):
             return lay_out("memory_free", member=context.temporaries[begin].member)
-        case Joined(stream):
+        case JoinEvent(stream):
             return lay_out("memory_join", pool=context.streams[stream])
         case OnRanks(mesh, inner):
             return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
-        case Called(function):
+        case CallEvent(function):
             return lay_out("memory_call", function=context.memory_of[function])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
-from hostweave.emit.instructions import Buffer, Emitter
+from hostweave.emit.instructions import Emitter, OperandBuffer
 from hostweave.emit.meshes import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -32,7 +32,7 @@ class SizeBinding:
 
 
 @dataclass(frozen=True)
-class Argument:
+class CheckedArgument:
     name: str  # the user's
     label: str  # C++ for it
     dtype: str
@@ -40,7 +40,7 @@ class Argument:
     pattern: str  # the shape before this argument binds its sizes; unknown dims are hw::kAny
     sizes: tuple[SizeBinding, ...]
     again: bool  # check the shape again once its sizes are bound
-    buffer: Buffer  # the local buffer: bf16[M/8, K]
+    buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
     parameter: str  # of the program; of a group this is its first tensor
     path: str  # in the struct of inputs or outputs
@@ -64,7 +64,7 @@ class _Binding:
     from_global: bool = False  # the local dim alone does not determine the size
 
 
-def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]:
+def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
     """Inputs in order. Each binds the sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
@@ -87,10 +87,10 @@ class CheckedInTurn:
 
     index: str
     count: int
-    members: tuple[Argument, ...]
+    members: tuple[CheckedArgument, ...]
 
 
-def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
+def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
     """Checks of inputs or outputs. The tensors of groups are checked in a loop, behind the first ones if these bind sizes."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
@@ -98,7 +98,7 @@ def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterato
         if structs is None or x.sizes:
             yield replace(x, again=x.again and structs is None)
         if structs and last[structs.field] is x:
-            index, members = context.index, list[Argument]()
+            index, members = context.index, list[CheckedArgument]()
             for member in (member for member in arguments if member.parameter in structs.groups):
                 name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
                 members.append(replace(member, path=structs.place(name, index), label=structs.label(name, index), memory=memory))
@@ -116,11 +116,11 @@ def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: S
 
 def argument(
     program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
-) -> Argument:
+) -> CheckedArgument:
     type, integers = _one(program, parameter), emitter.integers
     buffer, path = emitter.buffers[parameter.name], _path(program, parameter.name, emitter)
     is_open = [not set(size.atoms) <= known for size in type.shape]
-    return Argument(
+    return CheckedArgument(
         name=(name := parameter.group.first if parameter.group else parameter.name),
         label=f'"{name}"',
         parameter=parameter.name,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.kernels import C_FUNCTIONS, Kernel, KernelEmitter
-from hostweave.emit.names import Names
+from hostweave.emit.kernels import C_FUNCTIONS, EmittedKernel, KernelEmitter
+from hostweave.emit.names import CppNames
 from hostweave.emit.plans import Products
 from hostweave.emit.products import ProductEmitter, multiplies
 from hostweave.emit.structs import Passed, passed_to, structs_of
@@ -23,7 +23,7 @@ WORKSPACE = "workspace_"
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedKernel:
     """A kernel with its launch grid, and the sizes among its arguments, which follow the buffers."""
 
     kernel: str
@@ -77,7 +77,7 @@ class Temporary:
 class ProgramContext:
     """Members and names of the program's class, collected while its bodies are emitted."""
 
-    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, machine: Machine):
+    def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
         self.memory_of = {
@@ -94,7 +94,7 @@ class ProgramContext:
         self.passed: dict[str, tuple[Passed, ...]] = {f.name: passed_to(program, f.name, self.structs) for f in program.functions}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
-        self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
+        self.members = CppNames(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
         self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> its flag and one mesh of these ranks
@@ -107,12 +107,12 @@ class ProgramContext:
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[tuple[object, ...], Kernel] = {}  # by what they compute, apart from names
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Launched] = {}  # by kernel and buffer types
+        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # by what they compute, apart from names
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # by kernel and buffer types
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # of cuBLASLt, for matmuls on the caller's stream
 
-    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> Launched:
+    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
         """Launch of the kernel for buffers of these types; their strides are part of its code.
 
         Two kernels that differ only in names share one definition, which has the name of the first.
@@ -130,7 +130,7 @@ class ProgramContext:
             if name != shared.name and note not in shared.comments:
                 shared.comments += (note,)
             sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
-            self.launches[kernel, buffers] = Launched(shared.name, emitter.loops.grid, tuple(sizes))
+            self.launches[kernel, buffers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
         return self.launches[kernel, buffers]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:

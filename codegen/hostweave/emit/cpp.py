@@ -12,7 +12,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DTYPES, BufferType, DType
 
-Place = tuple[Mesh, str]  # a mesh, and one of its axes
+MeshAxis = tuple[Mesh, str]  # a mesh, and one of its axes
 
 CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | {
     "bf16": "CUDA_R_16BF",
@@ -90,7 +90,7 @@ class CppExprPrinter:
     sizes: Mapping[Atom, str]
     multiples: Mapping[Factor, int]
     variables: dict[str, str] = field(default_factory=dict)
-    coordinates: dict[Place, str] = field(default_factory=dict)
+    coordinates: dict[MeshAxis, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
     depths: Mapping[str, int] = field(default_factory=dict)  # sizes that the program itself states
     program: Mesh = field(init=False)

@@ -10,7 +10,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import HOST_IR, RUNTIME
 from hostweave.emit.layout import rendered
 from hostweave.emit.main import Main, Reference
-from hostweave.emit.program import Program
+from hostweave.emit.program import ProgramSources
 from hostweave.emit.wheel import Wheel
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.machine import H200, Machine
@@ -27,7 +27,7 @@ def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     kernels.cu, and one with user kernels user_kernels.cuh. It is compiled for `machine`. The same program and machine always
     give the same bytes. Raises ProgramError for an op that cannot be written in C++.
     """
-    emitted = Program(program, machine=machine)
+    emitted = ProgramSources(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
 
 
@@ -48,8 +48,8 @@ def export(
     for an op that cannot be written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or
     was edited since.
     """
-    emitted = Program(program, machine)
-    alone = reference if isinstance(reference, str) else Program(reference, machine)
+    emitted = ProgramSources(program, machine)
+    alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main, wheel=wheel) for path in ("main.cpp", "CMakeLists.txt")}
     texts |= {main.folder + path: rendered(path, program=emitted, main=main) for path in ("join.h", "join.cpp", "c_api.h", "c_api.cpp")}
@@ -88,7 +88,7 @@ def _runtime(with_attention: bool) -> dict[str, bytes]:
     return shared | {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in attention if path.is_file()}
 
 
-def _sources(emitted: Program) -> dict[str, str]:
+def _sources(emitted: ProgramSources) -> dict[str, str]:
     """The host IR and the rendered templates, by path."""
     return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 

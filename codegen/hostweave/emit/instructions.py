@@ -16,7 +16,7 @@ from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.plans import EitherAttention, Named, attention_made_with, attention_prepared_with, ends, operands_of
+from hostweave.emit.plans import EitherAttention, OptionalOperands, attention_made_with, attention_prepared_with, ends, operands_of
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
@@ -32,7 +32,7 @@ LONGEST_COMMENT = 114
 
 
 @dataclass(frozen=True)
-class Buffer:
+class OperandBuffer:
     """Operand of an instruction: its C++ expression, its type, and the parameter or temporary that it is part of."""
 
     text: str
@@ -48,7 +48,7 @@ class Emitter:
         self.program, self.context, self.function = program, context, function
         self.names, self.members, self.integers = context.names, context.members, context.integers
         self.buffers = {
-            p.name: Buffer(self.names.of(p.name), program.local_type(p), p.name, p in program.inputs)
+            p.name: OperandBuffer(self.names.of(p.name), program.local_type(p), p.name, p in program.inputs)
             for p in (*program.inputs, *program.outputs)
         }
         self.temporaries = context.temporaries
@@ -177,14 +177,14 @@ class Emitter:
         pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
         if begin.place.stream is None:
             self.temporaries[begin] = self.temporary(i, f"{pointer} {member} = nullptr", member, comment)
-            self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
+            self.buffers[i.out] = OperandBuffer(member, i.type, i.out, read_only=False)
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         count = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one per stream"
         self.temporaries[begin] = self.temporary(i, declaration, member, comment, pool)
-        self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
+        self.buffers[i.out] = OperandBuffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= count:
             index = index % count
@@ -205,7 +205,7 @@ class Emitter:
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
             place = self.context.struct_of[i.src].place(i.src, self.expr(index))
-            self.buffers[i.out] = Buffer(f"{place}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
+            self.buffers[i.out] = OperandBuffer(f"{place}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
             self.elements[i.out] = i.src, index
             return ""
         if index == Const(0):
@@ -269,7 +269,7 @@ class Emitter:
         beside = [*i.masked_by.items(), *(("bias_gradient", name) for name in i.dbias)]
         return self.attend(i, i.dq, (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv), beside)
 
-    def attend(self, i: EitherAttention, dst: str, operands: tuple[str, ...], beside: Named, blind: str = "") -> str:
+    def attend(self, i: EitherAttention, dst: str, operands: tuple[str, ...], beside: OptionalOperands, blind: str = "") -> str:
         made_with = attention_made_with(i, self.type_of(i.q), blind, self.streams)
         prepared_with = partial(attention_prepared_with, i, operands, beside, self.type_of, self.integers)
         plan = self.planned(f"{type(i).__name__}Plan", self.buffers[dst].root, made_with, prepared_with)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter, Word
-from hostweave.emit.names import Names
+from hostweave.emit.names import CppNames
 from hostweave.kernel_ir import loops as ir
 from hostweave.kernel_ir.loops import ONE, OUTERMOST, Loops
 from hostweave.kernel_ir.name_outermost import named_sizes
@@ -76,7 +76,7 @@ class LoopPrinter:
     grid: str  # launch grid of the kernel
     bounds: str  # arguments of `__launch_bounds__`
 
-    def __init__(self, loops: Loops, integers: CppExprPrinter, names: Names):
+    def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
         self.integers = _with_outermost(loops, integers)
         self.names = {dim: Word(names.of(letter, "index")) for dim, letter in loops.letters().items()}

@@ -10,13 +10,13 @@ from functools import cached_property
 from hostweave.analysis.kernel_indices import reduced_indices
 from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, Word, accumulator_type, compute_type
 from hostweave.emit.kernel_loops import LoopPrinter
-from hostweave.emit.names import Names
+from hostweave.emit.names import CppNames
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
 from hostweave.fusion_ir.ops.definition import OpDef
-from hostweave.kernel_ir.loops import BY_LANE_PARTS, COUNTED, OF_BLOCKS, ONE, Dim, Loops, Walk, merged, stored
+from hostweave.kernel_ir.loops import BY_LANE_PARTS, COUNTED, OF_BLOCKS, ONE, LoopDim, Loops, Walk, merged, stored
 from hostweave.types.size import Atom, Size, product
 from hostweave.types.tensor import BufferType, bool_
 
@@ -37,7 +37,7 @@ class Nest:
     after: Lines
 
 
-class Kernel:
+class EmittedKernel:
     """A kernel as its template sees it: loops over the kept dims, and inside them loops over the reduced dims.
 
     Accesses of neighbouring threads are coalesced. `stores` write results that have only the kept dims. `last` is the body of a
@@ -87,7 +87,7 @@ class KernelEmitter:
             {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
         )  # input -> number of ranks that send terms
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
-        self.names = Names((*integers.sizes.values(), name, *self.functions()))
+        self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.loops = self.printer(loops, integers, self.names)
@@ -97,7 +97,7 @@ class KernelEmitter:
         self.totals: dict[str, str] = {}  # accumulators by reduction
         self.row = Section(self)  # statements outside the innermost loops
 
-    def emit(self) -> Kernel:
+    def emit(self) -> EmittedKernel:
         if self.ir.takes_lanes:
             return self.lanes()
         return self.reduction() if self.ir.reduced else self.pointwise()
@@ -208,7 +208,8 @@ class KernelEmitter:
         """Number of elements of a buffer. For a strided view, its dims and strides."""
         if buffer.strides is None:
             return (self.ir.own(product(buffer.shape)),), ()
-        dims = merged([Dim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)]) or [Dim(ONE, (ONE,))]
+        dims = merged([LoopDim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)])
+        dims = dims or [LoopDim(ONE, (ONE,))]
         return tuple(self.ir.own(dim.size) for dim in dims), tuple(self.ir.own(dim.strides[0]) for dim in dims)
 
     def elements(self, name: str) -> str:
@@ -219,16 +220,16 @@ class KernelEmitter:
         """Name of an element with its indices: `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
-    def pointwise(self) -> Kernel:
+    def pointwise(self) -> EmittedKernel:
         section = Section(self, self.row, self.ir.width)
         if self.ir.updates:
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
         lines = section.taken()  # first, because it may hoist statements into self.row
-        return Kernel(self, (*self.row.taken(), *lines))
+        return EmittedKernel(self, (*self.row.taken(), *lines))
 
-    def lanes(self) -> Kernel:
+    def lanes(self) -> EmittedKernel:
         """One call per lane, made by one thread or by all threads of a block together."""
         (op,) = self.ops
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
@@ -238,13 +239,13 @@ class KernelEmitter:
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
-        return Kernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
+        return EmittedKernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
 
     def lane(self, pointer: str, place: str) -> str:
         lane, size = self.ir.lanes[place], self.loops.integers.size
         return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(place))}, {size(lane.size)}, {size(lane.stride)})"
 
-    def reduction(self) -> Kernel:
+    def reduction(self) -> EmittedKernel:
         """The loop nests over the reduced dims, and the results that have only the kept dims."""
         walks = self.ir.walks
         nests = [self.nest(walk, is_last=walk is walks[-1]) for walk in walks if walk.reductions]
@@ -254,7 +255,7 @@ class KernelEmitter:
         outside = self.section() if self.ir.has_wide_totals else self.row
         outside.store([name for name in self.results if not self.walked.is_whole(name)])
         stores = outside.taken_stores() if outside is self.row else outside.taken()
-        return Kernel(self, self.row.taken(), nests, stores, last)
+        return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
         """Statements of the innermost loop. Nothing is hoisted if each vector element has its own accumulator."""

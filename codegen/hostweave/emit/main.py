@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hostweave.emit import context
-from hostweave.emit.arguments import Argument
+from hostweave.emit.arguments import CheckedArgument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
-from hostweave.emit.names import Names
-from hostweave.emit.program import Program
+from hostweave.emit.names import CppNames
+from hostweave.emit.program import ProgramSources
 from hostweave.emit.structs import Structs
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
@@ -39,7 +39,7 @@ class RankChannel:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SampleTensor:
     label: str  # C++ for the user's name
     field: str
     cpp: str
@@ -57,10 +57,10 @@ class Tensor:
 class TensorsInTurn:
     """Array of structs that hold the tensors of groups that are passed in turn."""
 
-    def __init__(self, view: Program, arrays: Sequence[Structs], tensors: Mapping[str, Tensor]):
-        fields = Names()
-        sides: dict[str, list[Tensor]] = {"in": [], "out": []}
-        self.members_of: dict[str, list[Tensor]] = {}  # members of an array, keyed by its first name
+    def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
+        fields = CppNames()
+        sides: dict[str, list[SampleTensor]] = {"in": [], "out": []}
+        self.members_of: dict[str, list[SampleTensor]] = {}  # members of an array, keyed by its first name
         for each in arrays:
             labelled = [(tensors[name], each.label(name, INDEX)) for name in each.groups]
             own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
@@ -79,7 +79,7 @@ class Reference:
     orders.
     """
 
-    def __init__(self, program: Program, dtypes: Iterable[DType]):
+    def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
         floats = [dtype for dtype in dtypes if dtype.kind == "float"]
         matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
         floats += [f16 for i in matmuls if i.precision]  # TF32 has the significand of f16
@@ -91,7 +91,7 @@ class Reference:
 class Main:
     """Contents of main.cpp, with a reference program or the reason why there is none."""
 
-    def __init__(self, view: Program, reference: Reference | str):
+    def __init__(self, view: ProgramSources, reference: Reference | str):
         program, mesh = view.ir, view.mesh
         divisors = multiples(dedupe_functions(program))
         named = list(zip(program.given_sizes(), view.sizes, strict=False))
@@ -142,13 +142,13 @@ class Main:
         return ("reference/program.cpp", *files) if self.has_reference else ()
 
 
-def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, integers: CppExprPrinter) -> Tensor:
+def _tensor(number: int, parameter: Parameter, argument: CheckedArgument, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
     cpp = parameter.type.dtype.cpp.replace("bool", "uint8_t")  # std::vector<bool> has no data()
     own = parameter.type.mesh_in(mesh)
     shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
     shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
     dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
-    return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
+    return SampleTensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
 
 def _kind(structs: Structs) -> tuple[str, int]:

@@ -47,7 +47,7 @@ def is_reserved(name: str) -> bool:
     return name in _RESERVED or _MACROS.fullmatch(name) is not None
 
 
-class Names:
+class CppNames:
     """C++ names of one scope. Equal names give equal C++ names, and different names give different ones.
 
     A name that is reserved or taken gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, for members `_`.

@@ -64,8 +64,8 @@ def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 EitherAttention = ir.Attention | ir.AttentionBackward
-Names = tuple[str, ...]
-Named = Sequence[tuple[str, str]]  # (role, name) of optional operands
+OperandNames = tuple[str, ...]
+OptionalOperands = Sequence[tuple[str, str]]  # (role, name) of optional operands
 
 
 def attention_made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
@@ -88,8 +88,8 @@ def attention_made_with(i: EitherAttention, type: BufferType, blind: str, stream
 
 
 def attention_prepared_with(
-    i: EitherAttention, operands: Names, beside: Named, type_of: Callable[[str], BufferType], integers: CppExprPrinter
-) -> Names:
+    i: EitherAttention, operands: OperandNames, beside: OptionalOperands, type_of: Callable[[str], BufferType], integers: CppExprPrinter
+) -> OperandNames:
     """Prepare arguments of an attention plan: operand shapes, the diagonal, and the layouts of optional operands."""
 
     def view(name: str) -> str:

@@ -6,13 +6,13 @@ from functools import cached_property
 
 from hostweave.emit.cpp import CppExprPrinter, Word, compute_type
 from hostweave.emit.kernel_loops import LoopPrinter
-from hostweave.emit.kernels import Kernel, KernelEmitter
+from hostweave.emit.kernels import EmittedKernel, KernelEmitter
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
 from hostweave.kernel_ir.index_space import index_space
-from hostweave.kernel_ir.loops import BY_THREAD, ONE, Dim, merged
+from hostweave.kernel_ir.loops import BY_THREAD, ONE, LoopDim, merged
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -67,7 +67,7 @@ class ProductEmitter(KernelEmitter):
         operands = tuple(self.inputs.index(name) for op in self.products for name in op.tensors)
         return (*super().key, self.is_transposed, operands, tuple(self.types[name].dtype for name in self.inputs))
 
-    def emit(self) -> Kernel:
+    def emit(self) -> EmittedKernel:
         row, column, sums = (self.names.of(word, "few rows") for word in ("row", "column", "sums"))
         section = Section(self)
         for number, op in enumerate(self.products):
@@ -83,7 +83,7 @@ class ProductEmitter(KernelEmitter):
         end = f"[&](int64_t {row}, int64_t {column}, const float (&{sums})[{len(self.products)}])"
         self.loops.head = f"hw::few_rows<{str(self.is_transposed).lower()}>({operands}, {end}"
         element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
-        return Kernel(self, section.taken(), before=(element,))
+        return EmittedKernel(self, section.taken(), before=(element,))
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -103,11 +103,11 @@ class Rows:
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
     """Row-wise form of a copy, or None if the strides do not allow one."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
-    dims = merged([Dim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
+    dims = merged([LoopDim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
-        dims.append(Dim(ONE, (ONE, ONE)))
+        dims.append(LoopDim(ONE, (ONE, ONE)))
     if len(dims) == 1:
-        dims.insert(0, Dim(ONE, (dims[0].size, dims[0].size)))
+        dims.insert(0, LoopDim(ONE, (dims[0].size, dims[0].size)))
     return Rows(dims[0].size, dims[1].size, *dims[0].strides) if len(dims) == 2 else None
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan, calls_functions
-from hostweave.emit.arguments import Argument, argument, checks_of, inputs_of, requirements_of
+from hostweave.emit.arguments import CheckedArgument, argument, checks_of, inputs_of, requirements_of
 from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layout import lay_out
 from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
-from hostweave.emit.names import Names, is_reserved
+from hostweave.emit.names import CppNames, is_reserved
 from hostweave.emit.structs import Structs
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -22,7 +22,7 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.size import Atom
 
 
-class Function:
+class EmittedFunction:
     """A function of the host program, as a member function that enqueues its work."""
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
@@ -77,20 +77,20 @@ class UserFunction:
         self.cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
 
 
-class Program:
+class ProgramSources:
     """Contents of the generated sources. Raises ProgramError for an op that cannot be written in C++."""
 
     def __init__(self, program: ir.HostProgram, machine: Machine = H200):
         """Emits all bodies. Kernels are scheduled for `machine`."""
-        names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
+        names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.given_sizes()}
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes | depths, multiples(flat), depths=program.depths())
-        self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
+        self.ir, self.name, self.namespace, self.mesh = program, program.name, CppNames().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.machine = machine
         self.context = context = ProgramContext(program, names, integers, machine)
-        self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
+        self.functions = tuple(EmittedFunction(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         with integers.noting() as used:
             self.body = emitter.body(program.body)
@@ -133,11 +133,11 @@ class Program:
     def structs(self) -> tuple[Structs, ...]:
         return self.context.structs
 
-    def fields(self, arguments: Iterable[Argument]) -> Iterable[Argument | Structs]:
+    def fields(self, arguments: Iterable[CheckedArgument]) -> Iterable[CheckedArgument | Structs]:
         """Fields of the struct of inputs or outputs: arguments, and arrays of structs."""
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
-    def members(self, structs: Structs) -> Iterable[Argument]:
+    def members(self, structs: Structs) -> Iterable[CheckedArgument]:
         """Members of an array's struct, as the arguments of its first element."""
         return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hostweave.emit.layout import braced
-from hostweave.emit.names import Names
+from hostweave.emit.names import CppNames
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.group import ParameterGroup
@@ -52,7 +52,7 @@ class Structs:
         return braced([f'"{before}"', number, *([f'"{after}"'] if after else [])])
 
 
-def structs_of(program: ir.HostProgram, names: Names) -> Iterator[Structs]:
+def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
     """The arrays of structs of a program's inputs, and those of its outputs."""
     for side, parameters in (("in", program.inputs), ("out", program.outputs)):
         for struct, of_struct in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
@@ -60,7 +60,7 @@ def structs_of(program: ir.HostProgram, names: Names) -> Iterator[Structs]:
             if struct and groups:
                 field = names.of(struct, f"array of structs {struct}")
                 word = "".join(part[:1].upper() + part[1:] for part in re.sub(r"s(_\d+)?$", r"\1", struct).split("_"))
-                own = Names()
+                own = CppNames()
                 members = {name: own.of(name) for name in groups}
                 type_name = names.of(f"{word}{side.capitalize()}puts", f"{side} struct of {struct}")
                 yield Structs(side, type_name, field, groups, members, names.of(f"{side}_{struct}", f"{side} argument of {struct}"))

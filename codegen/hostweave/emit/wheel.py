@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.base.paths import RUNTIME
-from hostweave.emit.arguments import Argument
-from hostweave.emit.program import Program
+from hostweave.emit.arguments import CheckedArgument
+from hostweave.emit.program import ProgramSources
 from hostweave.emit.structs import Structs
 from hostweave.host_ir.ir import Parameter
 from hostweave.types.tensor import TensorType, holds
@@ -22,7 +22,7 @@ class Wheel:
     version: str
     dependencies: tuple[str, ...]  # packages that the wheel needs
 
-    def files(self, program: Program) -> dict[str, str]:
+    def files(self, program: ProgramSources) -> dict[str, str]:
         """The module, its description of the program, and the part of its library that is not generated. path -> text."""
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
@@ -39,7 +39,7 @@ class Wheel:
         }
 
 
-def _names(program: Program, arguments: Iterable[Argument]) -> Iterator[str]:
+def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Iterator[str]:
     """Names of the tensors, in the order in which the struct of the C API holds them."""
     for x in program.fields(arguments):
         if isinstance(x, Structs):
@@ -48,14 +48,14 @@ def _names(program: Program, arguments: Iterable[Argument]) -> Iterator[str]:
             yield x.parameter
 
 
-def _about(program: Program, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
+def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
     """Name, type, dtype, number of the layout and memory of a parameter."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]
 
 
-def _blocks(program: Program, type: TensorType, rank: int) -> list[tuple[int, tuple[int, ...]]] | None:
+def _blocks(program: ProgramSources, type: TensorType, rank: int) -> list[tuple[int, tuple[int, ...]]] | None:
     """Per dim the number of pieces and those that the rank holds; None if it holds nothing."""
     mesh = type.mesh_in(program.mesh)
     if not holds(type, program.mesh, rank):

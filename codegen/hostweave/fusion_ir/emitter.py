@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
-from hostweave.fusion_ir.rewriting import Names
+from hostweave.fusion_ir.rewriting import FreshNames
 from hostweave.fusion_ir.sharding import flow, with_layout
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, f32
@@ -12,13 +12,13 @@ from hostweave.types.tensor import Dim, TensorType, f32
 Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
-class Emitter:
+class OpRewriter:
     """Rewrites a fusion op by op. `op` is the op that is being replaced."""
 
     op: Op
 
     def __init__(self, fusion: Fusion):
-        self.fusion, self.mesh, self.names = fusion, fusion.mesh, Names(fusion)
+        self.fusion, self.mesh, self.names = fusion, fusion.mesh, FreshNames(fusion)
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hostweave.types.size import Size
 
 Labels = tuple[str | None, ...]
-Shape = tuple[Size, ...]
+SymbolicShape = tuple[Size, ...]
 
 ONE = Size()
 
@@ -41,7 +41,7 @@ class IndexMap:
         return self.operands[operand].index(label)
 
 
-def groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
     """Smallest runs of dims in both shapes that hold the same elements. Dims of 1 pair with each other or are omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -59,7 +59,7 @@ def groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     return result
 
 
-def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], list[int], int, int]:
+def _group(source: SymbolicShape, target: SymbolicShape, i: int, j: int) -> tuple[list[int], list[int], int, int]:
     left: list[int] = []
     right: list[int] = []
     have = want = ONE
@@ -75,11 +75,11 @@ def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], lis
     return [n for n in left if source[n] != ONE], [n for n in right if target[n] != ONE], i, j
 
 
-def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:
+def numbered(shape: SymbolicShape, letter: str = "i") -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in range(len(shape)))
 
 
-def aligned(shape: Shape, result: Shape, labels: Labels) -> Labels:
+def aligned(shape: SymbolicShape, result: SymbolicShape, labels: Labels) -> Labels:
     """Labels of dims aligned from the right. A dim of 1 next to a larger one is broadcast."""
     skipped = len(result) - len(shape)
     return tuple(None if size != result[i] else labels[i] for i, size in enumerate(shape, skipped))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops.attention import COUNTS, LEAST_SCORE
 from hostweave.fusion_ir.ops.attributes import CAUSAL, IS_PACKED, KEY_BLOCKS, WINDOW
@@ -14,7 +14,7 @@ from hostweave.fusion_ir.sharding import Axes
 FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
 
 
-class BlockWriter(Emitter):
+class BlockWriter(OpRewriter):
     """Emits ops that join the results of attention to blocks of keys."""
 
     def __init__(self, fusion: Fusion):

@@ -14,7 +14,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 
-class Names:
+class FreshNames:
     """Names that are not used in a fusion."""
 
     def __init__(self, fusion: Fusion):
@@ -119,7 +119,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return tuple(made.items())
 
     made = map_functions(without_loops(fusion), bound)
-    names = Names(made)
+    names = FreshNames(made)
     groups = made.returned or (None,) * len(made.outputs)  # whose shardings the functions give that are repeated
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
@@ -144,7 +144,7 @@ def inlined(fusion: Fusion) -> Fusion:
     Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
     """
     fusion = unrolled(without_loops(fusion))
-    fresh = Names(fusion).new
+    fresh = FreshNames(fusion).new
 
     others: dict[tuple[str, int], str] = {}  # further results of calls -> their names here
 

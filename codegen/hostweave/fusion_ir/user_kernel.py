@@ -24,7 +24,7 @@ INDENT = "  "
 
 
 @dataclass(frozen=True)
-class Argument:
+class KernelArgument:
     """Argument of a kernel: a tensor that it reads (in) or writes (out), a local size, or a number."""
 
     role: str  # in, out, size or number
@@ -44,7 +44,7 @@ class UserKernel:
 
     name: str
     function: str  # name of the C++ function
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     grid: tuple[Dim, ...]
     per: int
     block: int  # threads per block
@@ -132,12 +132,12 @@ def parse_user_kernel(reader: Reader) -> UserKernel:
     return UserKernel(name, function, arguments, grid, per, block, lines, cpu)
 
 
-def _parse_argument(reader: Reader) -> Argument:
+def _parse_argument(reader: Reader) -> KernelArgument:
     if reader.peek() in ("in", "out"):
-        return Argument(reader.take(), type=reader.tensor_type())
+        return KernelArgument(reader.take(), type=reader.tensor_type())
     if reader.accept("size"):
-        return Argument("size", dim=reader.dim())
-    return Argument("number", number=reader.number("in, out, size or a number"))
+        return KernelArgument("size", dim=reader.dim())
+    return KernelArgument("number", number=reader.number("in, out, size or a number"))
 
 
 def _parse_lines(reader: Reader) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
-class Named(Protocol):
+class NamedValue(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -99,7 +99,7 @@ def _verify_function(function: Fusion, fusion: Fusion) -> None:
             raise ProgramError(f"call: two functions are named @{function.name}; give one of them another name", op.location)
 
 
-def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
+def verify_ops(inputs: Sequence[NamedValue], ops: Sequence[Op]) -> None:
     """Verifies the ops of a kernel on local tensors.
 
     Raises ProgramError if an op is not valid.
@@ -111,7 +111,7 @@ def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
         _verify_op(op, types)
 
 
-def _define(value: Named, types: dict[str, TensorType], location: Location | None) -> None:
+def _define(value: NamedValue, types: dict[str, TensorType], location: Location | None) -> None:
     if value.name in types:
         raise ProgramError(f"%{value.name} is defined twice; give one of them another name", location)
     types[value.name] = value.type

@@ -16,7 +16,7 @@ from hostweave.analysis.kernel_indices import Iteration, iteration, reduced_indi
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
-from hostweave.kernel_ir.loops import ONE, ZERO, Dim, Lane, Loops, gathers_in_order, merged, reversed_at, stored
+from hostweave.kernel_ir.loops import ONE, ZERO, Lane, LoopDim, Loops, gathers_in_order, merged, reversed_at, stored
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -33,9 +33,9 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     places = _places(kernel, space, memory, moved)
     order = list(space.sizes)
 
-    def dim(index: str) -> Dim:
+    def dim(index: str) -> LoopDim:
         strides = tuple(own.get(index, ZERO) for own in places.values())
-        return Dim(space.sizes[index], strides, order.index(index), (index,))
+        return LoopDim(space.sizes[index], strides, order.index(index), (index,))
 
     kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, places)]
     reduced = merged([dim(index) for index in space.reduced])
@@ -43,12 +43,12 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     return Loops(kernel, space, memory, tuple(places), lanes, tuple(kept), tuple(reduced))
 
 
-def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> Dim:
+def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> LoopDim:
     """The dim of the only row of a kernel without kept indices. Its strides are those of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
-    return Dim(ONE, tuple(strides.get(place, ZERO) for place in places))
+    return LoopDim(ONE, tuple(strides.get(place, ZERO) for place in places))
 
 
 def _places(

@@ -57,7 +57,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Dim:
+class LoopDim:
     """A dim of the loops: its size, and the stride of its elements in each place (inputs, results, index values)."""
 
     size: Size
@@ -86,8 +86,8 @@ class Loops:
     memory: Mapping[str, BufferType]
     places: tuple[str, ...]
     lanes: Mapping[str, Lane]
-    kept: tuple[Dim, ...]
-    reduced: tuple[Dim, ...]
+    kept: tuple[LoopDim, ...]
+    reduced: tuple[LoopDim, ...]
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
@@ -128,11 +128,11 @@ class Loops:
     # --- dims ---
 
     @property
-    def dims(self) -> tuple[Dim, ...]:
+    def dims(self) -> tuple[LoopDim, ...]:
         return (*self.kept, *self.reduced)
 
     @property
-    def along(self) -> Dim:
+    def along(self) -> LoopDim:
         """The vectorised dim."""
         return (self.reduced if self.distribution in (BY_BLOCK, *ROWS) else self.kept)[-1]
 
@@ -163,7 +163,7 @@ class Loops:
             return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
         return self.reduced[-1].size if self.reduced else None
 
-    def stride(self, place: str, dim: Dim) -> Size:
+    def stride(self, place: str, dim: LoopDim) -> Size:
         return dim.strides[self.places.index(place)]
 
     def own(self, size: Size) -> Size:
@@ -204,7 +204,7 @@ class Loops:
 
     # --- text ---
 
-    def letters(self) -> dict[Dim, str]:
+    def letters(self) -> dict[LoopDim, str]:
         """Index of every dim, in the order of the operands' dims."""
         order = sorted(self.dims, key=lambda dim: dim.position)
         letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
@@ -244,15 +244,15 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"%{name}" for name in names)
 
 
-def merged(dims: Sequence[Dim]) -> list[Dim]:
+def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
     """Merges adjacent dims that one stride covers in every operand, and drops dims of size 1."""
-    result: list[Dim] = []
+    result: list[LoopDim] = []
     for dim in dims:
         if dim.size == ONE:
             continue
         if result and all(wide == dim.size * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
             outer = result.pop()
-            dim = Dim(outer.size * dim.size, dim.strides, outer.position, outer.indices + dim.indices)
+            dim = LoopDim(outer.size * dim.size, dim.strides, outer.position, outer.indices + dim.indices)
         result.append(dim)
     return result
 

@@ -8,7 +8,7 @@ from numbers import Number
 
 from hostweave.base.errors import ArgumentError, SizeError, did_you_mean
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arrays import Array, Library, View, library_of, view
+from hostweave.runtime.arrays import Array, ArrayLibrary, ArrayView, library_of, view
 from hostweave.targets.target import Target
 from hostweave.types.mesh import Mesh, local_range
 from hostweave.types.tensor import Shape, TensorType, block_of, holds
@@ -49,7 +49,7 @@ def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequen
         raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
 
 
-def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
+def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
     """Library of an array, and the array in the form that the library object uses, without a copy if possible.
 
     Raises ArgumentError with the names of program and parameter if the value is not an array, or has another dtype or number of
@@ -110,7 +110,7 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     return array.to_local()
 
 
-def expect_writable(where: str, library: Library, array: Array) -> None:
+def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
     """Raises ArgumentError if a donated array is read-only."""
     if not library.is_writable(array):
         raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
@@ -130,7 +130,8 @@ class Bound:
         """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
-        self.arrays: dict[str, tuple[Library, Array]] = dict(before.arrays) if before else {}  # in the form that their library object uses
+        # Arrays in the form that their library object uses.
+        self.arrays: dict[str, tuple[ArrayLibrary, Array]] = dict(before.arrays) if before else {}
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
             if name in self.arrays:
@@ -148,17 +149,17 @@ class Bound:
         return {name: tuple(array.shape) for name, (_, array) in self.arrays.items()}
 
     @cached_property
-    def blocks(self) -> list[dict[str, View]]:
+    def blocks(self) -> list[dict[str, ArrayView]]:
         """Every rank's block of each bound array, for arrays that are global."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         ranks = range(self._host.mesh.size)
         return [{name: block(*held, types[name], self._host.mesh, rank) for name, held in self.arrays.items()} for rank in ranks]
 
 
-def block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
+def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
     """A rank's block of a global array."""
     if not holds(type_, mesh, rank):
-        return View(tuple(array.shape))
+        return ArrayView(tuple(array.shape))
     own = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
     return view(library, library.contiguous(own), type_.dtype, tuple(array.shape))
 

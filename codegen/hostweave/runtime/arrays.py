@@ -19,7 +19,7 @@ from hostweave.types.tensor import DType
 Array = Any  # of any supported library
 
 
-class Library(Protocol):
+class ArrayLibrary(Protocol):
     """Operations that Hostweave needs from an array library, with common defaults."""
 
     gives_copies: bool = False  # `give` returns a copy, which does not follow later writes to the array
@@ -70,7 +70,7 @@ class Library(Protocol):
         """Waits for all work on the caller's current stream on that device."""
 
 
-class View(NamedTuple):
+class ArrayView(NamedTuple):
     """Contiguous array, as the native glue takes it. The array itself is last, to keep it alive. The default is an absent array."""
 
     global_shape: tuple[int, ...]  # shape of the global array that this is a block of
@@ -81,12 +81,12 @@ class View(NamedTuple):
     array: Array = None
 
 
-def view(library: Library, array: Array, dtype: DType, global_shape: tuple[int, ...]) -> View:
+def view(library: ArrayLibrary, array: Array, dtype: DType, global_shape: tuple[int, ...]) -> ArrayView:
     shape = tuple(array.shape)
-    return View(global_shape, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
+    return ArrayView(global_shape, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
 
 
-class Buffer(NamedTuple):
+class ForeignBuffer(NamedTuple):
     """Contiguous array that other code owns, given by its address."""
 
     address: int
@@ -101,13 +101,13 @@ def _no_memory(what: object, shape: Iterable[int], error: Exception | None = Non
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
 
 
-def library_of(array: Array) -> Library:
+def library_of(array: Array) -> ArrayLibrary:
     """Library object of an array. Raises TypeError if the value is not an array."""
     if isinstance(array, np.ndarray):
         return _NUMPY
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # also subclasses that other packages define
         return _TORCH
-    if isinstance(array, Buffer):
+    if isinstance(array, ForeignBuffer):
         return _BUFFERS
     package = type(array).__module__.partition(".")[0]
     if package == "cupy":
@@ -128,7 +128,7 @@ def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
     return None if None in states else states
 
 
-class NumpyLibrary(Library):
+class NumpyLibrary(ArrayLibrary):
     def accept(self, array: Array) -> Array:
         if not array.dtype.isnative:
             raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
@@ -241,7 +241,7 @@ class _AnyDLPack(NumpyLibrary):
         return self._namespace.from_dlpack(array)
 
 
-class _Torch(Library):
+class _Torch(ArrayLibrary):
     def accept(self, array: Array) -> Array:
         torch = sys.modules["torch"]
         if array.is_nested:
@@ -317,7 +317,7 @@ def _has_memory(tensor: Array) -> bool:
         return False
 
 
-class _Cupy(Library):
+class _Cupy(ArrayLibrary):
     def device(self, array: Array) -> int:
         return int(array.device.id)
 

@@ -10,7 +10,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.host_ir.size_requirements import expect_divided
 from hostweave.runtime.arguments import Bound, accept, block, expect_writable, in_order
-from hostweave.runtime.arrays import Array, Library, View, view
+from hostweave.runtime.arrays import Array, ArrayLibrary, ArrayView, view
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, block_shape, global_shape, holds
@@ -20,13 +20,13 @@ from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, bloc
 class GlobalResult:
     """Destination of a global output."""
 
-    library: Library
+    library: ArrayLibrary
     device: int
     array: Array = None  # the donated array, in the form of its library object, and as the caller gave it
     given: Array = None
 
 
-LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
+LocalArrays = tuple[tuple[ArrayView, ...], ...]  # [rank][parameter]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
         raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
 
 
-def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> GlobalResult:
+def _result_of(
+    program: HostProgram, name: str, accepted: Mapping[str, tuple[ArrayLibrary, Array]], given: Mapping[str, Array]
+) -> GlobalResult:
     """Destination of an output: the donated input of this name, else a new array of the input's library."""
     library, array = accepted[name]
     if not given:
@@ -144,9 +146,9 @@ def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Lib
     return GlobalResult(library, library.device(array), array, given[name])
 
 
-def _local(to: GlobalResult, type_: TensorType, mesh: Mesh, rank: int, shape: Shape) -> View:
+def _local(to: GlobalResult, type_: TensorType, mesh: Mesh, rank: int, shape: Shape) -> ArrayView:
     if not holds(type_, mesh, rank):
-        return View(shape)
+        return ArrayView(shape)
     device = CPU_DEVICE if to.device == CPU_DEVICE else rank
     return view(to.library, to.library.empty(block_shape(type_, mesh, rank, shape), type_.dtype, device), type_.dtype, shape)
 

@@ -11,7 +11,7 @@ PICKERS = ("mixed", "uniform", "pct", "hosts")  # same order as hw_cpu_picker
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CpuSchedule:
     """Schedule settings of hw_cpu_config."""
 
     seeded: bool = False
@@ -28,10 +28,10 @@ class Schedule:
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 
-_schedule: ContextVar[Schedule] = ContextVar("hostweave_schedule", default=Schedule())  # noqa: B039  it is frozen
+_schedule: ContextVar[CpuSchedule] = ContextVar("hostweave_schedule", default=CpuSchedule())  # noqa: B039  it is frozen
 
 
-def schedule() -> Schedule:
+def schedule() -> CpuSchedule:
     """Schedule for calls from this context."""
     return _schedule.get()
 
@@ -60,7 +60,7 @@ def seeded(
     if picker not in PICKERS:
         raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
     knobs = (-1 if knob is None else int(knob) for knob in (ordered_launches, buffered_sends, check_dependencies))
-    return _using(Schedule(True, seed, PICKERS.index(picker), *knobs))
+    return _using(CpuSchedule(True, seed, PICKERS.index(picker), *knobs))
 
 
 def parallel(
@@ -70,11 +70,13 @@ def parallel(
 
     On both targets, `run` and similar calls raise with a report if no rank makes progress for `timeout_seconds`.
     """
-    return _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds))
+    return _using(
+        CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)
+    )
 
 
 @contextmanager
-def _using(wanted: Schedule) -> Iterator[None]:
+def _using(wanted: CpuSchedule) -> Iterator[None]:
     token = _schedule.set(wanted)
     try:
         yield

@@ -17,7 +17,7 @@ from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
 from hostweave.build.make import make_runtime
 from hostweave.runtime.arguments import expect_as_many
-from hostweave.runtime.arrays import Buffer
+from hostweave.runtime.arrays import ForeignBuffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
@@ -25,7 +25,7 @@ from hostweave.types.tensor import DType, local_outputs
 
 Program = Any  # hostweave.api.Program
 Array = Any
-Places = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
+ArgumentTypes = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # XLA's names of the targets
 _LIBRARY = "libhostweave_jax.so"
@@ -37,13 +37,13 @@ class _Call:
 
     program: Program
     group: Group
-    inputs: Places
-    outputs: Places
+    inputs: ArgumentTypes
+    outputs: ArgumentTypes
     device: int
 
     def run(self, addresses: Any, stream: int | None) -> None:
         places = (*self.inputs, *self.outputs)
-        buffers = [Buffer(addresses[i] or 0, *place, self.device) for i, place in enumerate(places)]
+        buffers = [ForeignBuffer(addresses[i] or 0, *place, self.device) for i, place in enumerate(places)]
         out = buffers[len(self.inputs) :]
         on = None if self.device == CPU_DEVICE else stream or 0
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)

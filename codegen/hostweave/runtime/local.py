@@ -23,14 +23,14 @@ from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.call import GlobalCall
-from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.cpu import CpuSchedule, schedule
 from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Span
-from hostweave.runtime.sizes import ComparedSizes, LastSizes, Sizes
+from hostweave.runtime.sizes import CallSizes, ComparedSizes, LastSizes
 from hostweave.runtime.standstill import Stand, stand_of
-from hostweave.runtime.taken import Arguments, Output, Taken, places_of
+from hostweave.runtime.taken import Arguments, MadeOutput, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, holds
 
@@ -76,7 +76,7 @@ class LocalProgram:
         self._staged: Any = None  # calls of `Program.run`
         self._bound_spans: tuple[Span, ...] = ()  # of all ranks, for the last call
         self._outputs: list[Shape] = []
-        self._native_schedule: tuple[Schedule, Any] | None = None
+        self._native_schedule: tuple[CpuSchedule, Any] | None = None
 
         def on_this_rank() -> tuple[Any, Any]:
             self._check_group()
@@ -236,7 +236,7 @@ class LocalProgram:
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
+    ) -> tuple[Taken, Sequence[MadeOutput], tuple[int, ...]]:
         """Makes a call. Also returns the new outputs and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
@@ -248,7 +248,7 @@ class LocalProgram:
 
     def _steps_of_call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
+    ) -> tuple[Taken, Sequence[MadeOutput], tuple[int, ...]]:
         group = self._group
         group.expect_working()
         native, member = self._open()
@@ -295,7 +295,7 @@ class LocalProgram:
             return False
         return True
 
-    def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
+    def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
         """Results for the caller. A donated input gives the caller's array, or a reshaped view if the result has other dims."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
@@ -304,7 +304,7 @@ class LocalProgram:
         )
         return results[0] if len(results) == 1 else results
 
-    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> tuple[Sequence[Output], tuple[int, ...]]:
+    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> tuple[Sequence[MadeOutput], tuple[int, ...]]:
         try:
             if taken.given is None:
                 made = self._made(taken, on_given_stream)
@@ -445,7 +445,7 @@ class LocalProgram:
 
     # --- outputs
 
-    def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
+    def _made(self, taken: Taken, on_given_stream: bool) -> list[MadeOutput]:
         """New outputs, for use on the stream of the call. None for an output in a donated input."""
         held, library = self._makes, taken.library
         if library is None:
@@ -483,9 +483,9 @@ def _shapes_of(taken: Taken) -> object:
     return taken.table.digest, taken.shapes, taken.sizes
 
 
-def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> Sizes:
+def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> CallSizes:
     """Sizes of a call. A function, not a method, so that the program has no reference cycle and is freed at once."""
-    return Sizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
+    return CallSizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CALLS_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Shapes of a call's inputs, as one rank knows them."""
 
     local: Sequence[Shape]
@@ -60,7 +60,7 @@ class ComparedSizes:
         group: Group,
         signature: CallSignature,
         waits_for: str,
-        sizes_of: Callable[[Taken], Sizes],
+        sizes_of: Callable[[Taken], CallSizes],
         last: LastSizes,
     ):
         self._host, self._group, self._signature, self._waits_for, self._sizes_of = host, group, signature, waits_for, sizes_of
@@ -102,7 +102,7 @@ class ComparedSizes:
         self._known.add(combination)
         return is_new
 
-    def _compare(self, passed: tuple[int, ...], own: Sizes) -> None:
+    def _compare(self, passed: tuple[int, ...], own: CallSizes) -> None:
         group, number, call = self._group, self._last.number, self._last.calls + 1
         if reason := group.diverged():
             group.fail(reason)
@@ -150,7 +150,7 @@ class ComparedSizes:
         few = [" ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) for sizes in combinations[:4]]
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
-    def _difference(self, given: Mapping[int, Sizes]) -> str | None:
+    def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
         """First input whose size differs between these ranks, with what each of them passes."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.of_all[index] for sizes in given.values()}) == 1:
@@ -170,9 +170,9 @@ def other_call(rank: int, than: int, call: int) -> str:
     return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"
 
 
-def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> Sizes:
+def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> CallSizes:
     local, of_all = (tuple(map(tuple, shapes)) for shapes in sizes)
-    return Sizes(local, of_all)
+    return CallSizes(local, of_all)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -13,13 +13,13 @@ from hostweave.base.errors import ArgumentError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import Bound, accept, expect_as_many, expect_writable, local_part
-from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
+from hostweave.runtime.arrays import Array, ArrayLibrary, NumpyLibrary, states_of
 from hostweave.runtime.meeting import Span
 from hostweave.runtime.windows import WindowPlace, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
-Output = tuple[Library, Array] | None  # None if this rank holds no block of it
+MadeOutput = tuple[ArrayLibrary, Array] | None  # None if this rank holds no block of it
 
 _MOST_TAKEN = 64  # maximum number of cached argument lists per table
 
@@ -28,7 +28,7 @@ _MOST_TAKEN = 64  # maximum number of cached argument lists per table
 class BoundTable:
     """Bound inputs of a program on a rank, checked, with a free slot for each other input."""
 
-    library: Library | None  # of the first array on this rank
+    library: ArrayLibrary | None  # of the first array on this rank
     shapes: tuple[Shape | None, ...]  # of all inputs; None if a call passes the input
     spans: tuple[Span, ...]
     digest: str  # "" if nothing is bound
@@ -46,7 +46,7 @@ class Taken:
     """Checked arrays of a call, besides the bound ones, and the destinations of its outputs. It keeps no array alive."""
 
     table: BoundTable
-    library: Library | None  # of the first array on this rank
+    library: ArrayLibrary | None  # of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # global sizes that the caller states
@@ -155,7 +155,7 @@ class Arguments:
         """Returns True if a rank, by default this one, holds a block of an input or output."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
-    def _accepted(self, parameter: Parameter, array: Array) -> tuple[Library, Array] | None:
+    def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
         """The checked array, or None if this rank holds no block of it."""
         if self.holds(parameter) == (array is not None):
             return self._checked(parameter, array) if array is not None else None
@@ -164,11 +164,11 @@ class Arguments:
             raise ArgumentError(f"{where}: is None, but rank {rank} has a block of {parameter.type}; pass the block")
         raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
-    def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
+    def _checked(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array]:
         array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
         return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
 
-    def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:
+    def _on_this_rank(self, parameter: Parameter, library: ArrayLibrary, array: Array) -> tuple[ArrayLibrary, Array]:
         where = f"{self._host.name}: {parameter.name}"
         if not self.holds(parameter):
             raise ArgumentError(f"{where}: rank {self._rank} has nothing of {parameter.type}; pass None, and do not bind it here")
@@ -179,7 +179,7 @@ class Arguments:
             raise ArgumentError(f"{where}: is not contiguous, but calls do not copy; pass a contiguous copy")
         return library, array
 
-    def _given(self, arrays: Sequence[Array], donated: Sequence[Output]) -> tuple[Output, ...]:
+    def _given(self, arrays: Sequence[Array], donated: Sequence[MadeOutput]) -> tuple[MadeOutput, ...]:
         parameters = self._host.results
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
@@ -193,7 +193,7 @@ class Arguments:
                 raise ArgumentError(f"{self._host.name}: out=: {parameter.name}: is read-only; pass a writable array, or omit out=")
         return outputs
 
-    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[MadeOutput], written: Sequence[bool]) -> Iterator[Span]:
         for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
             if one and (bytes_ := prod(one[1].shape) * parameter.type.dtype.itemsize):
                 begin = one[0].address(one[1])
@@ -218,7 +218,7 @@ class Arguments:
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
         self._apart.append((bound, taken))
 
-    def handle(self, stream: Any, library: Library | None) -> int:
+    def handle(self, stream: Any, library: ArrayLibrary | None) -> int:
         try:
             handle = self._target.stream(stream)
         except TypeError as error:
@@ -277,6 +277,6 @@ class Arguments:
         return tuple(global_shapes.values())
 
 
-def places_of(arrays: Sequence[Output]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+def places_of(arrays: Sequence[MadeOutput]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
     """Addresses and shapes of a rank's arrays."""
     return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)

@@ -18,7 +18,7 @@ from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import LOOK, carried, taken
 from hostweave.runtime.call import GlobalCall
-from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.cpu import CpuSchedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT, Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_going_on
@@ -99,7 +99,7 @@ class Team:
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
-        with self.turn(module, programs[0].target, Schedule()):
+        with self.turn(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
             made = [program.staged(calls) for program in programs]  # on this thread, which is cheaper than waking others
@@ -107,7 +107,7 @@ class Team:
             return self.each(lambda rank: made[rank](work), programs)
 
     @contextmanager
-    def turn(self, module: ModuleType, target: Target, wanted: Schedule) -> Iterator[None]:
+    def turn(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
         """Waits until the devices are free, and keeps them."""
         member = self.groups[0].member(module, target)
         while not (turn := module.lease(module.Schedule(**vars(wanted)), member, LOOK)):

@@ -63,7 +63,7 @@ def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
-class Part:
+class ProgramPart:
     """A program and the tensors of the module that it reads. It is called with the others, by name.
 
     `numbers` says which of its arguments are among those of the joint graph of a forward and backward pass, and which ones.
@@ -77,9 +77,9 @@ class Part:
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
-        self.ranges: Ranges[Part] | None = None  # of a program that takes several sizes
+        self.ranges: Ranges[ProgramPart] | None = None  # of a program that takes several sizes
 
-    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> Part:
+    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
         """The part that computes a call: that of the range of its sizes, if there is one."""
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
@@ -223,7 +223,7 @@ class CompiledModule(Delegating):
     lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
+    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
         """A call computes `graph` by the program of `part`. The `others` are of it, too."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints

@@ -20,7 +20,7 @@ from hostweave.torch.repeats import laid_out, numbers, results_of, write_out
 
 
 @dataclass(eq=False)
-class _First:
+class _FirstDerivative:
     """A layer that is traced, the number of it and that of its derivative."""
 
     path: str
@@ -34,7 +34,7 @@ class Derivatives:
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
         self.layers = {layer.nodes[0]: layer for layer in layers}
-        self._firsts: dict[object, _First] = {}
+        self._firsts: dict[object, _FirstDerivative] = {}
 
     def restart(self) -> None:
         """Before the graph is traced: AOTAutograd does it twice."""
@@ -50,7 +50,7 @@ class Derivatives:
                 return ops.layer(given, [], number, layer.path)
 
             return _applied(stand_in, stand_in, first, first.differentiable, first.reached, first.differentiable, taken)
-        first = self._firsts[key] = _First(layer.path, next(numbers), next(numbers))
+        first = self._firsts[key] = _FirstDerivative(layer.path, next(numbers), next(numbers))
         begun = _applied(_begin, ops.layer_ends, first, first.reached, first.reached, _with_gradients(taken), taken)
         results = compute(*begun)
         first.differentiable += _with_gradients(results)
@@ -99,12 +99,18 @@ def _begin(taken: list[Any], number: int) -> Any:
     return ops.layer_begins(taken, [], number)
 
 
-Places = list[int]
-Op = Callable[[list[Any], int], Any]  # of values, and the number of what is traced
+Positions = list[int]
+TracedOp = Callable[[list[Any], int], Any]  # of values, and the number of what is traced
 
 
 def _applied(
-    op: Op, derivative: Op, first: _First, given: Places, made: Places, differentiable: Places, values: Sequence[torch.Tensor]
+    op: TracedOp,
+    derivative: TracedOp,
+    first: _FirstDerivative,
+    given: Positions,
+    made: Positions,
+    differentiable: Positions,
+    values: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
     """Results of an op of a layer. In its derivative another op takes the gradients of the results at the places `given`, and makes those
     of the values at the places `made`."""
@@ -115,7 +121,14 @@ def _applied(
 class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: Op, derivative: Op, first: _First, given: Places, made: Places, differentiable: Places, *values: torch.Tensor
+        ctx: Any,
+        op: TracedOp,
+        derivative: TracedOp,
+        first: _FirstDerivative,
+        given: Positions,
+        made: Positions,
+        differentiable: Positions,
+        *values: torch.Tensor,
     ) -> Any:
         ctx.derivative, ctx.first, ctx.given, ctx.made, ctx.count = derivative, first, given, made, len(values)
         results = tuple(op(list(values), first.number))

@@ -21,7 +21,7 @@ import hostweave as hw
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
-from hostweave.torch.plan import Axes, Layouts
+from hostweave.torch.plan import AxesOfDims, Layouts
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
@@ -42,7 +42,7 @@ class Origin:
 
 
 @dataclass
-class Update:
+class GradientUpdate:
     """Use that a program makes of gradients, the last values of a graph: results in the memory of inputs."""
 
     types: dict[str, TensorType]  # of all inputs, in order: those of the graph, and its own
@@ -59,12 +59,12 @@ class Graph:
     origins: dict[Node, Origin]  # of each placeholder
     layouts: Layouts
     mesh: hw.Mesh
-    placed: dict[Node, Axes] = field(default_factory=dict)  # the shardings that values are given where they are made
-    gathered: dict[Node, Axes] = field(default_factory=dict)  # the shardings in which parameters are used
-    results: list[Axes | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
+    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # the shardings that values are given where they are made
+    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # the shardings in which parameters are used
+    results: list[AxesOfDims | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
     labels: list[str] = field(default_factory=list)  # the names of outputs, where they have some
     spec: Any = None  # PyTorch's description of what the module returns
-    update: Update | None = None
+    update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
@@ -232,7 +232,7 @@ class Graph:
             remedy = remedy or "write them with other ops, or as an hw.kernel in a fusion"
             raise refused(ProgramError(f"ops that are not supported: {listed}; {remedy}"), missing)
 
-    def type_of(self, node: Node, axes: Axes | None = None) -> TensorType:
+    def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
         """The type of a node's value, with these mesh axes."""
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)

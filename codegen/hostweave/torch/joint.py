@@ -39,7 +39,7 @@ from hostweave.torch.graph import (
 )
 from hostweave.torch.layers import Layer, Path, paths_of_layers
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops, with_derivative
-from hostweave.torch.plan import Axes, Layouts, text_of
+from hostweave.torch.plan import AxesOfDims, Layouts, text_of
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
@@ -147,7 +147,7 @@ class Joint:
         return GraphModule(root, graph)
 
     @property
-    def _of_results(self) -> list[Axes | None]:
+    def _of_results(self) -> list[AxesOfDims | None]:
         """The shardings of results: replicated, but for those that the plan or the module states, and for rows of ranks."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
@@ -161,7 +161,7 @@ class Joint:
         """
         made = iter(types)
         axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
-        origins, stated = self._origins(self.backward), dict[str, Axes | None]()
+        origins, stated = self._origins(self.backward), dict[str, AxesOfDims | None]()
         tangents = [one for one, has in zip(axes, self.differentiable, strict=False) if has]
         stated.update(zip(self.tangents.values(), tangents, strict=True))
         of_name = {node.name: node for node in origins}
@@ -177,7 +177,7 @@ class Joint:
         graph.labels = [name_of(f"gradient.{origin.name}") for _, origin in given]
         return graph
 
-    def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[Axes | None], dict[Node, Axes]]:
+    def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
         """The shardings of gradients, and those that are given where they are made. What layers pass on is placed behind the first."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
@@ -196,7 +196,7 @@ class Joint:
         named = ((graph.names[node], self.source_of(node)) for node in graph.arguments if node in graph.names)
         return {name: number for name, number in named if number is not None}
 
-    def axes_of(self, origin: Origin) -> Axes:
+    def axes_of(self, origin: Origin) -> AxesOfDims:
         """The sharding of what an origin is, and of its gradient."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())

@@ -37,7 +37,7 @@ _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1
 
 
 @dataclass(frozen=True)
-class Read:
+class OperandSource:
     """An operand: the parameter, the gradient or an entry of the state, by name; or a result of an op, by its number."""
 
     source: str | int
@@ -52,7 +52,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Op:
+class UpdateOp:
     """An ATen op without side effects. `made` has the dtypes and shapes of its results, `location` the optimizer's line."""
 
     name: str
@@ -68,13 +68,13 @@ class Op:
 
 
 @dataclass
-class Step:
+class UpdateStep:
     """One step of an optimizer for one parameter. `results` says which value the parameter and each entry of the state become."""
 
-    ops: list[Op]
+    ops: list[UpdateOp]
     numbers: list[float]
     roles: list[str]  # what each number is to its op: "mul", "addcdiv_value"
-    results: dict[str, Read]
+    results: dict[str, OperandSource]
     filled: dict[str, float]  # entries of the state that this step makes, and the value that they are filled with
     host: dict[str, Any]  # entries of the state that are no tensors of the program, after the step
 
@@ -90,10 +90,12 @@ class Step:
         def operand(one: Any) -> Any:
             if isinstance(one, Number):
                 return numbers.get(one.at, self.numbers[one.at])
-            return self._value(one, values, made) if isinstance(one, Read) else one
+            return self._value(one, values, made) if isinstance(one, OperandSource) else one
 
         for op in self.ops:
-            args, kwargs = pytree.tree_map(operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, Read | Number))
+            args, kwargs = pytree.tree_map(
+                operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, OperandSource | Number)
+            )
             if isinstance(kwargs.get("alpha"), hw.Tensor):  # entries take a number
                 args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
             with stated_location(op.location):
@@ -101,7 +103,7 @@ class Step:
         return {name: self._value(read, values, made) for name, read in self.results.items()}
 
     @staticmethod
-    def _value(read: Read, values: Mapping[str, hw.Tensor], made: Sequence[Any]) -> Any:
+    def _value(read: OperandSource, values: Mapping[str, hw.Tensor], made: Sequence[Any]) -> Any:
         if isinstance(read.source, str):
             return values[read.source]
         return made[read.source][read.result] if isinstance(made[read.source], tuple) else made[read.source]
@@ -116,7 +118,7 @@ class Shadow:
         self._gradient = self._parameter.grad = torch.empty_like(self._parameter)
         self.state: dict[str, Any] = {}
 
-    def step(self, options: Mapping[str, Any] | None = None) -> Step:
+    def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
         """Records a step of the group's options, or of these; the state is what it was, and becomes what the step leaves.
 
         Raises ProgramError where the code does what has no program.
@@ -183,46 +185,46 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: Mapping[str, torch.Tensor], optimizer: type):
         super().__init__()  # type: ignore[no-untyped-call]
         self._file = inspect.unwrap(vars(optimizer).get("step", optimizer.step)).__code__.co_filename  # type: ignore[attr-defined]
-        self._ops: list[Op] = []
+        self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
-        self._values: dict[int, dict[object, Read]] = {}  # of each storage, by how a tensor lies in it
-        self._first: dict[int, Read] = {}  # value of each storage
+        self._values: dict[int, dict[object, OperandSource]] = {}  # of each storage, by how a tensor lies in it
+        self._first: dict[int, OperandSource] = {}  # value of each storage
         self._held: list[torch.Tensor] = []  # so that no other has its storage
         for name, tensor in given.items():
-            self._put(tensor, Read(name))
+            self._put(tensor, OperandSource(name))
 
-    def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> Step:
+    def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
         """Returns the recorded step. State that the step fills counts as filled before the step."""
         filled: dict[str, float] = {}
-        named: dict[Read, Read] = {}  # what filling made -> the entry of the state
+        named: dict[OperandSource, OperandSource] = {}  # what filling made -> the entry of the state
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
-                filled[name], named[first] = value, Read(name)
-        stay = [number for number in range(len(self._ops)) if Read(number) not in named]
+                filled[name], named[first] = value, OperandSource(name)
+        stay = [number for number in range(len(self._ops)) if OperandSource(number) not in named]
         number_of = {old: new for new, old in enumerate(stay)}
-        ops, numbers, roles = list[Op](), list[float](), list[str]()
+        ops, numbers, roles = list[UpdateOp](), list[float](), list[str]()
 
-        def moved(read: Read) -> Read:
+        def moved(read: OperandSource) -> OperandSource:
             if read in named or isinstance(read.source, str):
                 return named.get(read, read)
-            return Read(number_of[read.source], read.result)
+            return OperandSource(number_of[read.source], read.result)
 
         def renumbered(one: Any) -> Any:
             if isinstance(one, Number):
                 numbers.append(self._numbers[one.at])
                 roles.append(self._roles[one.at])
                 return Number(len(numbers) - 1)
-            return moved(one) if isinstance(one, Read) else one
+            return moved(one) if isinstance(one, OperandSource) else one
 
         for op in (self._ops[number] for number in stay):
-            args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, Read | Number))
-            ops.append(Op(op.name, args, kwargs, op.made, op.location))
+            args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, OperandSource | Number))
+            ops.append(UpdateOp(op.name, args, kwargs, op.made, op.location))
         results = {name: moved(self._get(tensor)) for name, tensor in kept.items()}
-        return Step(ops, numbers, roles, results, filled, host)
+        return UpdateStep(ops, numbers, roles, results, filled, host)
 
-    def _fill(self, op: Op) -> float | None:
+    def _fill(self, op: UpdateOp) -> float | None:
         word = op.name.partition(".")[0]
         value = _FILLS.get(word)
         given = [self._numbers[one.at] for one in op.args if isinstance(one, Number)]
@@ -259,9 +261,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written_args = tuple(self._operand(base, key, types_of.get(key, ""), one) for key, one in zip(order, args, strict=False))
             written_kwargs = {key: self._operand(base, key, types_of.get(key, ""), one) for key, one in kwargs.items()}
             shapes = made if target is None else target.detach()
-            self._ops.append(Op(name, written_args, written_kwargs, shapes, self._location()))
+            self._ops.append(UpdateOp(name, written_args, written_kwargs, shapes, self._location()))
             results = [shapes] if isinstance(shapes, torch.Tensor) else list(shapes)
-            reads = [Read(len(self._ops) - 1, number) for number in range(len(results))]
+            reads = [OperandSource(len(self._ops) - 1, number) for number in range(len(results))]
         else:
             apart = torch._decomp.decomposition_table.get(_overload(name))
             if apart is None:
@@ -300,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roles.append(word if key == "other" else f"{word}_{key}")
         return Number(len(self._numbers) - 1)
 
-    def _put(self, tensor: Any, read: Read, anew: bool = False) -> None:
+    def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
         """Gives a tensor a value; one that is written has no other views from then on."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
@@ -310,7 +312,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values.setdefault(storage, {})[place] = read
         self._first.setdefault(storage, read)
 
-    def _get(self, tensor: torch.Tensor) -> Read:
+    def _get(self, tensor: torch.Tensor) -> OperandSource:
         place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
         if (read := self._values.get(_storage(tensor), {}).get(place)) is None:
             raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no recorded op computed, or that was written through a view")
@@ -410,7 +412,7 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 # --- what changes from step to step -----------------------------------------------------------------------------------
 
 
-class Recorded:
+class RecordedStep:
     """The step of an optimizer for parameters of a group that are alike: which of its numbers change, and how its state begins."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
@@ -437,7 +439,7 @@ class Recorded:
         self.initial = self._initial(first, len(shape), bool(state))
         self.options = self._plain_options()
 
-    def _initial(self, first: Step, dims: int, has_state: bool) -> dict[str, float]:
+    def _initial(self, first: UpdateStep, dims: int, has_state: bool) -> dict[str, float]:
         """The value that each entry of the state has before the first step."""
         if self._is_first_alike or has_state:
             return {key: first.filled.get(key, 0) for key in self.entries}
@@ -446,7 +448,7 @@ class Recorded:
         name = type(self._optimizer).__name__
         raise ProgramError(f"optimizer: the first step of {name} uses other ops than later steps; run one step before compile")
 
-    def _with_other_numbers(self) -> list[Step]:
+    def _with_other_numbers(self) -> list[UpdateStep]:
         """Steps with each option that schedules change a little different, of those whose code takes it."""
         steps = []
         before = dict(self._shadow.state)
@@ -470,7 +472,7 @@ class Recorded:
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
-    def next(self, name: str, host: Mapping[str, Any] | None) -> Step:
+    def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
         """The step that follows this state of the host, None before the first one.
 
         Raises ArgumentError where it is no longer the step that was compiled, of the module of this name.

@@ -29,7 +29,7 @@ from hostweave.torch.compiled import not_traced, tensor_of
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph, Origin, name_of, read
 from hostweave.torch.joint import Joint, joint_of
-from hostweave.torch.plan import Axes, Layouts, layouts, matching, mesh_of, tensors_of
+from hostweave.torch.plan import AxesOfDims, Layouts, layouts, matching, mesh_of, tensors_of
 from hostweave.torch.schedules import Action, schedule_of
 from hostweave.torch.state import State
 from hostweave.torch.trace import traced_function
@@ -386,7 +386,7 @@ def compiled_pipeline(
     _expect_matches(plan, modules, names)
     splits = any(action.kind == "weight" for action in actions)
     stages: list[_Stage] = []
-    rows: tuple[int, Axes] = (examples[0].shape[0] // microbatches, ())
+    rows: tuple[int, AxesOfDims] = (examples[0].shape[0] // microbatches, ())
     for number, (module, sources) in enumerate(zip(modules, wiring, strict=True)):
         if number and not isinstance(pipe, Pipe):
             sources[:0] = [_Source(number - 1, at) for at in range(len(stages[-1].outer.of_module))]
@@ -502,11 +502,11 @@ def _stage(
     given: list[torch.Tensor],
     arguments: list[str],
     plan: Mapping[str, str],
-    rows: tuple[int, Axes],
+    rows: tuple[int, AxesOfDims],
     options: Options,
     splits: bool,
     is_last: bool,
-) -> tuple[_Stage, tuple[int, Axes]]:
+) -> tuple[_Stage, tuple[int, AxesOfDims]]:
     """A stage with its functions, and the rows of a micro-batch with the axes that shard them."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]

@@ -16,21 +16,21 @@ from hostweave.base.errors import ProgramError
 from hostweave.torch.distributed import has_rows
 from hostweave.types.mesh import Mesh
 
-Axes = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that shard it
+AxesOfDims = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that shard it
 
 
 @dataclass
 class Layouts:
     """The stated shardings: of parameters and buffers, of inputs, and of what modules return, each by name."""
 
-    parameters: dict[str, Axes] = field(default_factory=dict)
-    inputs: dict[str, Axes] = field(default_factory=dict)
-    outputs: dict[str, Axes] = field(default_factory=dict)
+    parameters: dict[str, AxesOfDims] = field(default_factory=dict)
+    inputs: dict[str, AxesOfDims] = field(default_factory=dict)
+    outputs: dict[str, AxesOfDims] = field(default_factory=dict)
     data: set[str] = field(default_factory=set)  # the mesh axes that shard batches: what they shard of parameters is gathered for use
     rows: int = 0  # of a module that fully_shard prepared: the rows of all ranks together, by which results are sharded, too
     axes_of_rows: tuple[str, ...] = ()
 
-    def of_rows(self, value: Any) -> Axes:
+    def of_rows(self, value: Any) -> AxesOfDims:
         """The sharding of an argument or a result by its rows; none if it has no dim of rows."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
@@ -61,7 +61,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     stated: dict[str, str] = {}  # the entry that said it
     modules = {name: part for name, part in module.named_modules() if name}
 
-    def state(kind: str, name: str, layout: Axes, pattern: str) -> None:
+    def state(kind: str, name: str, layout: AxesOfDims, pattern: str) -> None:
         names = names_of[id(tensors[name])] if kind == "parameters" else [name]
         count = tensors[name].ndim if kind == "parameters" else dims.get(name)
         if count is not None and len(layout) != count:
@@ -132,17 +132,17 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
     return matching
 
 
-def text_of(layout: Axes) -> str:
+def text_of(layout: AxesOfDims) -> str:
     """Text of axes as a plan writes them."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
-def axes_of(text: str) -> Axes:
+def axes_of(text: str) -> AxesOfDims:
     """`tp, -` and `dp+tp, -`: for each dim its mesh axes, the outermost first, or "-"."""
     return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
 
 
-def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+def _of_text(text: str, pattern: str, mesh: Mesh) -> AxesOfDims:
     layout = axes_of(text)
     used = [axis for axes in layout for axis in axes]
     known = [name for name, _ in mesh.axes]
@@ -162,14 +162,14 @@ def _axis(pattern: str, mesh: Mesh) -> str:
     raise ProgramError(f'plan: "{pattern}": a ParallelStyle needs one mesh axis, but {mesh} has {len(names)}; name one of them tp')
 
 
-def _placed(placement: Any, dims: int, axis: str) -> Axes | None:
+def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
     """Meaning of one placement along one mesh axis; None if it states nothing."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
-def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, Axes]]:
+def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
     """Statements of a style of torch.distributed.tensor.parallel for a module, by name. Defaults of the style are inferred."""
     dims = 3  # [batch, sequence, features], as torch's layouts of activations are written
     if isinstance(style, ColwiseParallel | RowwiseParallel):
@@ -193,7 +193,7 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
         )
 
 
-def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> Axes:
+def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
     """The mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a sum."""
     names = parameter.device_mesh.mesh_dim_names
     known, inner = [axis for axis, _ in mesh.axes], list[tuple[str, int]]()

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.options import Options, options_of
-from hostweave.torch.compiled import CompiledModule, Part
+from hostweave.torch.compiled import CompiledModule, ProgramPart
 from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
@@ -61,9 +61,9 @@ def compiled(
         return compile_program(fusion, target=device, options=own)
 
     if not training:
-        part = Part(graph, module, program_of)
+        part = ProgramPart(graph, module, program_of)
         if mesh.size > 1 and settings.overlap == "auto" and vary(graph, settings.sizes):
-            part.ranges = Ranges(graph, lambda sizes: Part(graph, module, partial(program_of, sizes=sizes)))
+            part.ranges = Ranges(graph, lambda sizes: ProgramPart(graph, module, partial(program_of, sizes=sizes)))
         return CompiledModule(module, graph_of, graph, part)
     wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]
     joint = joint_of(graph, wanted, step is not None)

@@ -35,7 +35,7 @@ from hostweave.torch.compiled import CompiledModule, Delegating
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import location, refused
 from hostweave.torch.ops import ops
-from hostweave.torch.plan import Axes, Layouts, mesh_of, placed_axes, text_of
+from hostweave.torch.plan import AxesOfDims, Layouts, mesh_of, placed_axes, text_of
 from hostweave.torch.programs import compiled
 from hostweave.torch.training import TrainingModule
 from hostweave.types.mesh import Mesh
@@ -45,7 +45,7 @@ _MARK = "hostweave"  # the key in a node's "custom", which export keeps, for the
 
 
 @dataclass
-class Part:
+class ModelPart:
     """A part of a model between two breaks, as `explain` tells it. `why` is the reason if it runs eagerly."""
 
     nodes: list[Node]
@@ -63,7 +63,7 @@ class Backend:
         names = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(tensor): name for name, tensor in names}
         self._paths = {} if module is None else {str(id(part)): path for path, part in module.named_modules()}
-        self.parts, self.breaks = list[Part](), list[tuple[str, str]]()
+        self.parts, self.breaks = list[ModelPart](), list[tuple[str, str]]()
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns a callable that computes a graph of Dynamo's. Raises ProgramError under fullgraph=True for ops that are missing."""
@@ -94,7 +94,7 @@ class Backend:
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
         """The program of a graph, or those of its parts and the ops between them."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
-        part = Part([node for node in calls if isinstance(_value(node), torch.Tensor | list | tuple)])
+        part = ModelPart([node for node in calls if isinstance(_value(node), torch.Tensor | list | tuple)])
         if not part.nodes:
             return graph.forward  # sizes alone
         try:
@@ -127,14 +127,14 @@ class Backend:
             inner: Any = whole.get_submodule(outer.target)
             own = [node for node in inner.graph.nodes if node.op.startswith("call_")]
             if why := next((names[node.name] for node in own if node.name in names), ""):
-                self.parts.append(Part([node for node in own if node.target is not operator.getitem], why=why))
+                self.parts.append(ModelPart([node for node in own if node.target is not operator.getitem], why=why))
                 continue
             passed = {
                 place.name: held[given.name]
                 for place, given in zip(inner.graph.find_nodes(op="placeholder"), outer.args, strict=True)
                 if given.name in held
             }
-            whole.set_submodule(outer.target, _Called(self._computes(inner, passed, is_whole=False)))
+            whole.set_submodule(outer.target, _CalledModule(self._computes(inner, passed, is_whole=False)))
         return whole.forward
 
     def mesh_for(self, values: Sequence[Any]) -> tuple[Mesh, DeviceMesh | None]:
@@ -166,7 +166,7 @@ class Backend:
         return type(self._module).__name__ if self._module is not None else "Region"
 
     @property
-    def inputs(self) -> dict[str, Axes]:
+    def inputs(self) -> dict[str, AxesOfDims]:
         return self._layouts.inputs
 
     def explain(self) -> str:
@@ -187,7 +187,7 @@ class Backend:
         return "\n".join(lines)
 
 
-class _Called(nn.Module):
+class _CalledModule(nn.Module):
     """A module that calls a function."""
 
     def __init__(self, function: Callable[..., Any]):
@@ -234,7 +234,7 @@ def _as_stated(node: Any, value: Any) -> Any:
 class Region:
     """A graph of Dynamo's as a module on global tensors, and its program. It is called with the arguments of the graph."""
 
-    def __init__(self, backend: Backend, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: Part):
+    def __init__(self, backend: Backend, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._backend, self._graph, self._part = backend, graph, part
         self._lock, self._programs = threading.Lock(), dict[Any, CompiledModule]()
         self._places: list[Any] = graph.graph.find_nodes(op="placeholder")
@@ -432,7 +432,7 @@ class _Examples:
         self.fixed: tuple[Any, ...] = (*self.numbers.values(), shapes, training)
 
 
-def axes_of(tensor: Any, dims: int) -> Axes:
+def axes_of(tensor: Any, dims: int) -> AxesOfDims:
     """The mesh axes that shard each dim of a DTensor. A sum is taken for its value, which is whole on each rank."""
     names, result = tensor.device_mesh.mesh_dim_names, list[tuple[str, ...]](() for _ in range(dims))
     for name, placement in zip(names, tensor.placements, strict=True):

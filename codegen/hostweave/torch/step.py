@@ -17,11 +17,11 @@ from hostweave.base.names import unique_name
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.aten import cast, dtype_of
-from hostweave.torch.compiled import Part, tensor_of
-from hostweave.torch.graph import Graph, Update, name_of
+from hostweave.torch.compiled import ProgramPart, tensor_of
+from hostweave.torch.graph import GradientUpdate, Graph, name_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.loss_scale import SCALE, LossScale, unscaled
-from hostweave.torch.optimizer import GRADIENT, PARAMETER, Recorded
+from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
 from hostweave.torch.training import Compile, Differentiated
 from hostweave.types.tensor import Dim, TensorType
 
@@ -36,7 +36,7 @@ class _Updated(NamedTuple):
     name: str
     path: str
     parameter: torch.Tensor
-    recorded: Recorded
+    recorded: RecordedStep
 
     @property
     def layer(self) -> tuple[str, str]:
@@ -102,11 +102,11 @@ class TrainingStep(Differentiated):
         self._kinds = self._alike_in_numbers()
         self._numbers = self._names_of_numbers(graph)
         graph.update = self._update(graph)
-        parts = [Part(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
+        parts = [ProgramPart(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
         if accumulate > 1:
             graph = joint.step_graph(SCALE if self._scale else "")
             graph.update = self._addition(graph)
-            parts.append(Part(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
+            parts.append(ProgramPart(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
         super().__init__(module, exported, joint, *parts)
         self._adding = parts[-1]
 
@@ -234,7 +234,7 @@ class TrainingStep(Differentiated):
     def _kind_of(self) -> dict[str, int]:
         return {one.name: kind for kind, members in enumerate(self._kinds) for one in members}
 
-    def _update(self, graph: Graph) -> Update:
+    def _update(self, graph: Graph) -> GradientUpdate:
         """The inputs and results of the optimizer's step for the gradients of the graph."""
         of_name = {one.name: one for one in self._updated}
         types: dict[str, TensorType] = {}
@@ -248,9 +248,9 @@ class TrainingStep(Differentiated):
             types |= {name: dtype_of(dtype)[()] for name in names.values()}
         written = [f"{one.name}{end}" for one in self._updated for end in one.written]
         first = self._count_of_results(graph) + (self._clip is not None) + (self._scale is not None)
-        return Update(types, {name: number for number, name in enumerate(written, first)}, len(self._updated), self._compute)
+        return GradientUpdate(types, {name: number for number, name in enumerate(written, first)}, len(self._updated), self._compute)
 
-    def _addition(self, graph: Graph) -> Update:
+    def _addition(self, graph: Graph) -> GradientUpdate:
         """The inputs and results of a sum of gradients."""
         own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updated}
         donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
@@ -259,7 +259,7 @@ class TrainingStep(Differentiated):
             is_first = inputs[_IS_FIRST] > 0
             return [gradient + hw.where(is_first, 0, inputs[name]) for name, gradient in zip(own, gradients, strict=True)]
 
-        return Update({**graph.input_types, **own, _IS_FIRST: hw.f32[()]}, donated, len(self._updated), add)
+        return GradientUpdate({**graph.input_types, **own, _IS_FIRST: hw.f32[()]}, donated, len(self._updated), add)
 
     def _count_of_results(self, graph: Graph) -> int:
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
@@ -356,7 +356,7 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
         raise ProgramError("optimizer: hooks on its step are not supported; remove them, or omit optimizer=")
     group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     names = {of: name for name, of in graph.parameters.items()}
-    recorded: dict[object, Recorded] = {}
+    recorded: dict[object, RecordedStep] = {}
     found = []
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:
@@ -371,6 +371,6 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
         state = optimizer.state.get(tensor, {})
         alike = group_of[tensor], tuple(tensor.shape), tensor.dtype, bool(state)
         if alike not in recorded:
-            recorded[alike] = Recorded(optimizer, *alike[:3], state)
+            recorded[alike] = RecordedStep(optimizer, *alike[:3], state)
         found.append(_Updated(names[origin.name], origin.name, tensor, recorded[alike]))
     return found

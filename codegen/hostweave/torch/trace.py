@@ -43,7 +43,7 @@ from hostweave.torch.graph import (
 from hostweave.torch.layers import Layer, alike, repeated_layers
 from hostweave.types.tensor import Dim, TensorType
 
-Values = dict[Node, Any]
+NodeValues = dict[Node, Any]
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
@@ -64,10 +64,10 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-Starts = Mapping[Node, tuple[Layer, Function | Layer]]  # for the first node of a layer its function, or the layer whose results it has
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # for the first node of a layer its function, or the layer whose results it has
 
 
-def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Starts:
+def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
     """The function of each repeated layer, by the layer's first node. `prefix` begins the names of the functions."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
@@ -76,7 +76,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Star
     return {layer.nodes[0]: (layer, functions[id(layer.like)]) for layer in layers}
 
 
-def _fusion(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | None = None) -> Fusion:
+def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
     """With `names` the update is left out, as `_program` says."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
@@ -84,7 +84,7 @@ def _fusion(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | No
     return hw.fusion(mesh=graph.mesh, donate=donated, **types)(_program(graph, name, starts, names))
 
 
-def _program(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
+def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
     """The function that records a graph.
 
     With `names` the update is left out, and each node there is given the name of its value, "" for an input: several may have one value.
@@ -92,7 +92,7 @@ def _program(graph: Graph, name: str, starts: Starts, names: dict[Node, str] | N
     update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        values: Values = {node: inputs[of] for node, of in graph.names.items()}
+        values: NodeValues = {node: inputs[of] for node, of in graph.names.items()}
         skipped: set[Node] = set()
         for node in graph.nodes:
             if node in starts:
@@ -137,7 +137,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
     return value if axes is None else resharded(value, axes)
 
 
-def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
+def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
     """Operand that a node gives to another: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
@@ -157,7 +157,7 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
     return value
 
 
-def _number(size: str, values: Values) -> hw.Tensor:
+def _number(size: str, values: NodeValues) -> hw.Tensor:
     """A size that is known only at a call, as an i64 to compute with: one more than the last index."""
     of = next(value for value in values.values() if isinstance(value, hw.Tensor))
     return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
@@ -168,7 +168,7 @@ def _takes_tensors(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
-def _run(graph: Graph, values: Values, node: Any) -> None:
+def _run(graph: Graph, values: NodeValues, node: Any) -> None:
     if op_of(node).startswith("_assert"):
         return
     if node.target is operator.getitem:
@@ -267,7 +267,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
     )
 
 
-def _inferred(graph: Graph, name: str, starts: Starts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
+def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
     """The shardings of the values of these nodes, as they are inferred for the program without functions."""
     flat = _with_shardings(_fusion(graph, name, starts, names), options)
     types = {value.name: value.type for value in flat.values().values()}
@@ -302,7 +302,7 @@ def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType
     inputs |= {name: types[result] for name, (_, result) in zip(names, layer.taken, strict=True) if result is not None and result in types}
 
     def function(**arguments: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        values: Values = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
+        values: NodeValues = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
         for node in layer.nodes:
             _run(graph, values, node)
         return tuple(values[node] for node in layer.results)

@@ -17,7 +17,7 @@ from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
-from hostweave.torch.compiled import CompiledModule, Part, tensor_of
+from hostweave.torch.compiled import CompiledModule, ProgramPart, tensor_of
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
 
@@ -30,7 +30,7 @@ class Differentiated(CompiledModule):
     The program computes a graph of the joint one's.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: Part):
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
         # The parameters that the joint graph takes, in its order, and which of them have gradients, as they are now.
@@ -96,9 +96,9 @@ class TrainingModule(Differentiated):
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph()
-        forward = Part(graph, module, partial(compile, end=""), joint.numbers_of(graph))
+        forward = ProgramPart(graph, module, partial(compile, end=""), joint.numbers_of(graph))
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
-        self._backward = Part(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
+        self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
         self._lock = threading.Lock()
         self._gather: Program | None = None

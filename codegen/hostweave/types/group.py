@@ -52,14 +52,14 @@ def between(first: str, last: str) -> tuple[str, int, int, str] | None:
     return None
 
 
-class Grouped(Protocol):
+class InGroup(Protocol):
     @property
     def name(self) -> str: ...
     @property
     def group(self) -> ParameterGroup | None: ...
 
 
-T = TypeVar("T", bound=Grouped)
+T = TypeVar("T", bound=InGroup)
 
 
 def one_by_one(parameters: Iterable[T]) -> Iterator[tuple[T, int | None, str]]:

@@ -125,7 +125,7 @@ def _difference(
 
 
 @dataclass(frozen=True)
-class Output:
+class ComparedOutput:
     """The block of an output that a rank has, and the one that it should have."""
 
     name: str
@@ -157,7 +157,7 @@ def computed_outputs(
     met: Sequence[MatchedCollective],
     ran: set[tree.Instruction] | None = None,
     watch: Callable[[int, Access, Lanes], None] | None = None,
-) -> Iterator[Output]:
+) -> Iterator[ComparedOutput]:
     """Runs a host program on all ranks, and yields the block of each rank for each output."""
     program, mesh = instances.program, instances.program.mesh
     ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
@@ -177,7 +177,7 @@ def computed_outputs(
                 block = want[block_of(output.type, mesh, rank, want.shape)]
                 got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of dims
                 places = np.asarray(numbers[block_of(output.type, mesh, rank, want.shape)])
-                yield Output(output.name, rank, got, block, places, want.shape)
+                yield ComparedOutput(output.name, rank, got, block, places, want.shape)
 
 
 # --- a program at several sizes ---------------------------------------------------------------------------------------
@@ -247,12 +247,12 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
     return "", None
 
 
-Named = dict[str, tuple[Op, Lanes]]  # a name in an inlined host program -> the op that makes this value in a fusion
+OpsByName = dict[str, tuple[Op, Lanes]]  # a name in an inlined host program -> the op that makes this value in a fusion
 
 
-def _named_values(fusion: Fusion, wanted: Wanted) -> Named:
+def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
     """Values of a fusion and of the functions that it calls, under the names that they have where calls are inlined."""
-    found: Named = {}
+    found: OpsByName = {}
     calls: Counter[str] = Counter()
 
     def observe(body: Fusion, values: Mapping[str, Lanes]) -> None:

@@ -12,7 +12,7 @@ from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.types.size import product
 
-Labels = tuple[Hashable, ...]  # a label for each dim; dims with equal labels share an index
+DimLabels = tuple[Hashable, ...]  # a label for each dim; dims with equal labels share an index
 
 
 @checked
@@ -75,8 +75,8 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
         if a.type.shape[i] != b.type.shape[j]:
             why = f"dim {i} of {a.type} and dim {j} of {b.type} differ"
             raise ProgramError.here(f"tensordot: {why}; contracted dims must have equal sizes")
-    left: Labels = tuple(f"a{i}" for i in range(a.ndim))
-    right: Labels = tuple(left[of_a[of_b.index(j)]] if j in of_b else f"b{j}" for j in range(b.ndim))
+    left: DimLabels = tuple(f"a{i}" for i in range(a.ndim))
+    right: DimLabels = tuple(left[of_a[of_b.index(j)]] if j in of_b else f"b{j}" for j in range(b.ndim))
     return _product(a, left, b, right, tuple(label for label in (*left, *right) if (label in left) != (label in right)))
 
 
@@ -115,7 +115,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
     return terms, result
 
 
-def _product(a: Tensor, of_a: Labels, b: Tensor, of_b: Labels, result: Labels) -> Tensor:
+def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: DimLabels) -> Tensor:
     """Sum of products with these labels, over labels that the result lacks."""
     a, of_a = _summed(a, of_a, {*of_b, *result})
     b, of_b = _summed(b, of_b, {*of_a, *result})
@@ -141,13 +141,13 @@ def _product(a: Tensor, of_a: Labels, b: Tensor, of_b: Labels, result: Labels) -
     return _arranged(made, (*batch, *rows, *columns), result)
 
 
-def _summed(x: Tensor, labels: Labels, kept: set[Hashable]) -> tuple[Tensor, Labels]:
+def _summed(x: Tensor, labels: DimLabels, kept: set[Hashable]) -> tuple[Tensor, DimLabels]:
     """Sums over dims whose labels are not kept."""
     axes = tuple(i for i, label in enumerate(labels) if label not in kept)
     return (hw.sum(x, axis=axes) if axes else x), tuple(label for label in labels if label in kept)
 
 
-def _arranged(x: Tensor, labels: Labels, result: Labels) -> Tensor:
+def _arranged(x: Tensor, labels: DimLabels, result: DimLabels) -> Tensor:
     """Orders the dims by the result's labels, and sums over all others."""
     x, labels = _summed(x, labels, set(result))
     order = tuple(labels.index(label) for label in result)

@@ -38,11 +38,11 @@ class Unary(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Binary(Protocol):
+class BinaryOp(Protocol):
     def __call__(self, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor: ...
 
 
-class Reduction(Protocol):
+class ReductionOp(Protocol):
     def __call__(self, x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor: ...
 
 

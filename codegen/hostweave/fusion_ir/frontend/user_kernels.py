@@ -13,7 +13,7 @@ from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.recording import record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.user_kernel import Argument, UserKernel
+from hostweave.fusion_ir.user_kernel import KernelArgument, UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
@@ -90,17 +90,17 @@ def kernel(
     return (result, *rest) if len(made.outputs) > 1 else result
 
 
-def _argument(arg: object, mesh: Mesh) -> Argument:
+def _argument(arg: object, mesh: Mesh) -> KernelArgument:
     if isinstance(arg, Tensor):
-        return Argument("in", type=arg.type)
+        return KernelArgument("in", type=arg.type)
     if isinstance(arg, TensorType):
         if arg.mesh not in (None, mesh):
             raise ProgramError.here(f"kernel: {arg}: outputs are on the mesh of its tensors, {mesh}; remove .on, and reshard the output")
-        return Argument("out", type=replace(arg, mesh=None))
+        return KernelArgument("out", type=replace(arg, mesh=None))
     if isinstance(arg, str):
-        return Argument("size", dim=_dim(arg))
+        return KernelArgument("size", dim=_dim(arg))
     if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):
-        return Argument("number", number=arg)
+        return KernelArgument("number", number=arg)
     raise ProgramError.here(f"kernel: {arg!r} is not an argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number")
 
 
@@ -155,7 +155,7 @@ def _check(source: UserKernel) -> None:
             raise ProgramError.here(f"kernel: {dim} is not a dim of the tensors of {name}; theirs are {wanted}")
 
 
-def _check_parameter(name: str, parameter: str, argument: Argument) -> None:
+def _check_parameter(name: str, parameter: str, argument: KernelArgument) -> None:
     pointee, star, _ = parameter.partition("*")
     if argument.type is None:
         if star:

@@ -10,7 +10,7 @@ from math import lgamma as _lgamma_of_float
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.signatures import named, public_names
-from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
+from hostweave.fusion_ir.frontend.recording import BinaryOp, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops.attributes import OFFSET, VALUE
@@ -83,7 +83,7 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 
 def _binary(
     kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
-) -> Binary:
+) -> BinaryOp:
     """Defines a binary op and its function. `numpy` is NumPy's name, if different."""
     infer = _arithmetic(kinds, is_comparison)
 

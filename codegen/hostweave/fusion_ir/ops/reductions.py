@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.signatures import named, public_names
-from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
+from hostweave.fusion_ir.frontend.recording import Axis, ReductionOp, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
@@ -82,7 +82,7 @@ def _reduction(
     numpy: Callable[..., Any],
     *attributes: Attribute[Any],
     kinds: tuple[str, ...] = NUMBERS,
-) -> Reduction:
+) -> ReductionOp:
     """Defines a reduction and its function. `partial` combines the ranks' results."""
     _define(
         kind, _infer(kinds), combine, numpy, *attributes, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True
@@ -101,7 +101,7 @@ def _reduction(
     return named(function, kind, doc)
 
 
-def _of_bits(word: str, doc: str, combine: Combine) -> Reduction:
+def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
     def computed(np: Any, x: Any, **a: Any) -> Any:
         return getattr(np, f"bitwise_{word}").reduce(x, **a)
 

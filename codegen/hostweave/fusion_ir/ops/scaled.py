@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.fusion_ir.index_map import ONE, IndexMap, Shape
+from hostweave.fusion_ir.index_map import ONE, IndexMap, SymbolicShape
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import COMPOSED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
@@ -19,7 +19,7 @@ MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 STEP = 16  # cuBLASLt multiplies 8-bit floats if K and N are multiples of this
 
 
-def scaling(a: Shape, b: Shape, scale_a: Shape, scale_b: Shape) -> str:
+def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b: SymbolicShape) -> str:
     """Kind of scaling, one of SCALINGS or "". The scales are [rows, inner] for a [M, K], and [inner, columns] for b [K, N]."""
     (m, k), (_, n) = a, b
     if scale_a == (m, ONE) and scale_b == (ONE, n):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.emitter import Attributes, Emitter
+from hostweave.fusion_ir.emitter import Attributes, OpRewriter
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import operand_types
@@ -25,7 +25,7 @@ def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
     return _Halving(fusion).rewritten()
 
 
-class _Halving(Emitter):
+class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
         # halves of values along their rows; for keys, the first half and all of them

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import reduce
 
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, in_rank_order, plan, zigzag_changes
@@ -34,7 +34,7 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
 
-class _Decomposition(Emitter):
+class _Decomposition(OpRewriter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.options, self.sizes = options, options.sizes

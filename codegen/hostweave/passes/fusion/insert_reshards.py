@@ -10,7 +10,7 @@ becomes
 
 from dataclasses import replace
 
-from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.ops.reductions import as_term, widens
@@ -43,7 +43,7 @@ def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     return _Insertion(fusion, options).rewritten()
 
 
-class _Insertion(Emitter):
+class _Insertion(OpRewriter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.options = options

@@ -16,7 +16,7 @@ A rank reads only rows of its own experts in the second product, and has them fr
 
 from dataclasses import replace
 
-from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS
@@ -33,7 +33,7 @@ def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
     return _Apart(fusion).rewritten()
 
 
-class _Apart(Emitter):
+class _Apart(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
         self.made = {op.result.name: op for op in fusion.ops}

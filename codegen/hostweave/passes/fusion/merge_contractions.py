@@ -14,7 +14,7 @@ becomes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, ORDER
@@ -37,7 +37,7 @@ class _Merged:
     dims: tuple[tuple[int, ...], ...]
 
 
-class _Merging(Emitter):
+class _Merging(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
         self.made = {op.result.name: op for op in fusion.ops}

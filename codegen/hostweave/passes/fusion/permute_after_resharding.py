@@ -20,7 +20,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops import RESHARDS
 from hostweave.fusion_ir.ops.attributes import ORDER
-from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.rewriting import FreshNames, consumers
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -29,7 +29,7 @@ from hostweave.types.zigzag import Zigzag
 
 def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
     """Swaps every permutation with the reshard after it, except slices and reshards that a loop could do in chunks."""
-    names, uses = Names(fusion), consumers(fusion)
+    names, uses = FreshNames(fusion), consumers(fusion)
     keys = {name for op, _ in attended_alone(fusion) for name in op.tensors[1:3]}
     permuted: dict[str, Op] = {}
     known: dict[tuple[str, TensorType], str] = {}  # reshards by their operand and result type

@@ -22,7 +22,7 @@ from hostweave.base.min_cut import INFINITE, min_cut
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.resharding import cost
-from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.rewriting import FreshNames, consumers
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.options import Options
 from hostweave.types.tensor import TensorType
@@ -153,7 +153,7 @@ class _Sinking:
     # --- rewriting by the cut ---
 
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
-        names, ops = Names(self.fusion), list[Op]()
+        names, ops = FreshNames(self.fusion), list[Op]()
         terms: dict[str, str] = {}  # a value -> its terms
         for op in self.fusion.ops:
             name = op.result.name

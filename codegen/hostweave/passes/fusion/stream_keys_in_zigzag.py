@@ -16,7 +16,7 @@ Rows and keys are pieces in the order in which the ranks hold them. A rank sees 
 from dataclasses import replace
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
-from hostweave.fusion_ir.emitter import Attributes, Emitter
+from hostweave.fusion_ir.emitter import Attributes, OpRewriter
 from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op, Stream, Value, attributes
 from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops.attributes import CAUSAL
@@ -34,7 +34,7 @@ def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
     return replace(numbering.rewritten(), choices=(*fusion.choices, *numbering.choices))
 
 
-class _Numbering(Emitter):
+class _Numbering(OpRewriter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.options = options

@@ -46,7 +46,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 @dataclass(frozen=True)
-class _Merged:
+class _FusedLaunch:
     """A consumer's launch that absorbs its producer, and the fused kernel."""
 
     consumer: Place
@@ -111,7 +111,7 @@ class Links:
                     return set(self._accesses(self.roots(merged.launch, "read", "write")))
         return set()
 
-    def _change(self, place: Place, merged: _Merged | None) -> None:
+    def _change(self, place: Place, merged: _FusedLaunch | None) -> None:
         """Replaces or removes a launch."""
         launch = merged.launch if merged else None
         old, new = (self.uses.roots_of(i, "read", "write") if i else {} for i in (self.launches[place], launch))
@@ -181,7 +181,7 @@ class Links:
 
     # --- reasons for which kernels end ---
 
-    def union(self, producer: Place) -> list[_Merged] | str:
+    def union(self, producer: Place) -> list[_FusedLaunch] | str:
         """The consumers with a launch fused into them, or the reason why its kernel ends. "" if no kernel uses its results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
@@ -306,7 +306,7 @@ def _waits(i: tree.Instruction) -> bool:
 # --- kernels with common operands ---
 
 
-def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Place]] | None:
+def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
     """Both launches fused at the first one, with the instructions that must move before it. None if impossible or if no read is saved."""
     one, other, types = links.launches[first], links.launches[later], links.types
     shape = types[one.dsts[0]].shape
@@ -337,7 +337,7 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
 # --- merging two kernels ----------------------------------------------------------------------------------------------
 
 
-def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:
+def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
     """Fuses two launches at the consumer, with its names. The fused launch still writes the producer's kept results."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
@@ -368,7 +368,7 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _M
         ops=(*ops, *second.ops),
         returned=returned if len(returned) > 1 else (),
     )
-    return _Merged(into, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
+    return _FusedLaunch(into, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:

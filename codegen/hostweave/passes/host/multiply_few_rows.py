@@ -77,10 +77,10 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
     yield ir.Join(BESIDE, len(others), location=first.location)
 
 
-Product = tuple[Place, ir.Matmul]
+FewRowsProduct = tuple[Place, ir.Matmul]
 
 
-def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
+def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[FewRowsProduct]:
     """The matmuls that a kernel can absorb. Empty if it cannot absorb all that it reads."""
     launch = place.instruction
     assert isinstance(launch, ir.Launch)
@@ -102,7 +102,7 @@ def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
     return [] if any(i.orders for i in tree.walk(passed)) or uses.conflict(matmuls, passed) else found
 
 
-def _read_products(uses: DefUse, place: Place) -> Iterator[Product]:
+def _read_products(uses: DefUse, place: Place) -> Iterator[FewRowsProduct]:
     """Matmuls that compute operands of a launch and have no other consumer."""
     launch = place.instruction
     written = {uses.root(name) for name in tree.names(launch, "write")}
@@ -119,7 +119,7 @@ def _read_products(uses: DefUse, place: Place) -> Iterator[Product]:
             yield maker, matmul
 
 
-def _between(uses: DefUse, place: Place, products: list[Product]) -> list[Place]:
+def _between(uses: DefUse, place: Place, products: list[FewRowsProduct]) -> list[Place]:
     """Instructions between the first matmul and the kernel."""
     makers = [maker for maker, _ in products]
     numbers = range(min(maker.number for maker in makers), place.number)

@@ -33,7 +33,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 StreamId = tuple[str, int]  # one stream of a pool
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-Recorded = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and the child in which it did
+RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and the child in which it did
 
 
 _Touch = tuple[int, StreamIds]  # an access by the child with this number, on these streams; CALLER is the caller's stream
@@ -152,7 +152,7 @@ class Planner:
         """Collects the order from forks, joins, and events that the body itself records and waits for."""
         known = _VectorClock()
         begun: dict[StreamId, int] = {}
-        recorded: Recorded = {}
+        recorded: RecordedEvents = {}
         for k, child in enumerate(children):
             for pool in tree.names(child, "fork"):
                 begun = begun | dict.fromkeys(self.pools[pool], k)
@@ -172,7 +172,7 @@ class Planner:
         return known
 
     def on_one_stream(
-        self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: Recorded
+        self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
         """Order that waits at the start of a stream block create. Only a record at the end of the block covers all of it."""
         touched = False
@@ -190,7 +190,7 @@ class Planner:
         return begun
 
 
-def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
+def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
     """Forgets events that an instruction may record any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):

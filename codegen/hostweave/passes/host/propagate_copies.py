@@ -42,12 +42,12 @@ from hostweave.host_ir.expr import Expr, opposite
 from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 
-Edits = dict[int, tree.Body]
+BodyEdits = dict[int, tree.Body]
 NAMED = ("read", "write", "alias")
 
 
 def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    uses, edits = def_use(program), Edits()
+    uses, edits = def_use(program), BodyEdits()
     taken, changed = {*uses.types, *uses.indices}, set[int]()
     for place in uses.places:
         if copy := _copy(uses, place):
@@ -85,7 +85,7 @@ class _Copy:
     dst: str
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
-    def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> Edits:
+    def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
         """Edits that make `users` name a choice instead of the buffer `name`, and remove the copy.
 
         The choice stands before the first user, after the `views` that it needs. `kept` views stay where the copy was.
@@ -109,7 +109,7 @@ class _Copy:
 
     # --- readers of the copy read its source ---
 
-    def reading_source(self, taken: set[str]) -> Edits:
+    def reading_source(self, taken: set[str]) -> BodyEdits:
         """Edits that make later readers of the copy read its source. Empty if anything else in the loop reads the copy.
 
         If something reads the copy after the loop, the copy moves to the end of the body.
@@ -158,7 +158,7 @@ class _Copy:
 
     # --- the source is computed into the destination ---
 
-    def writing_destination(self, taken: set[str]) -> Edits:
+    def writing_destination(self, taken: set[str]) -> BodyEdits:
         """Edits that compute the source directly into the destination. Empty if the destination is still in use."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)

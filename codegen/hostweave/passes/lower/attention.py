@@ -13,7 +13,7 @@ from typing import Any
 
 from hostweave.base.errors import ProgramError
 from hostweave.communication.packing import branch, contiguous_source, packed_destination
-from hostweave.communication.steps import Dataflow, Steps, expr_of, rank_in_group
+from hostweave.communication.steps import Dataflow, LoopSteps, expr_of, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
@@ -44,7 +44,7 @@ class Attentions:
         self.beside = _computed_beside(flow.fusion.ops)
         self.done = {op.result.name for others in self.beside.values() for op in others.values()}
 
-    def compute(self, op: Op, steps: Steps | None) -> None:
+    def compute(self, op: Op, steps: LoopSteps | None) -> None:
         if op.result.name in self.done:
             return  # the instruction of another op writes it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
@@ -53,7 +53,7 @@ class Attentions:
         else:
             self.at_once(op, made)
 
-    def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
+    def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
         """Emits the attention to the current block. Rows that see none of it get zeros and log-sum-exps of -inf, which the join ignores."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
@@ -142,7 +142,7 @@ class Attentions:
     def source(self, name: str, step: int = ALIGNED) -> str:
         return self.aligned(self.buffers.buffer_of(name), None, step)
 
-    def aligned(self, buffer: str, steps: Steps | None, step: int = ALIGNED) -> str:
+    def aligned(self, buffer: str, steps: LoopSteps | None, step: int = ALIGNED) -> str:
         return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:

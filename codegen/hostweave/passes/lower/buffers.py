@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
-from hostweave.communication.steps import Dataflow, Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
+from hostweave.communication.steps import Dataflow, LoopSteps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
@@ -82,7 +82,7 @@ class Buffers:
 
     # --- chunks of one step ---
 
-    def operand(self, op: Op, number: int, steps: Steps | None) -> str:
+    def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
         """Buffer that an op reads: its chunk if the operand has the streamed dim, or else all of it, with dims aligned to the result's."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
@@ -105,10 +105,10 @@ class Buffers:
                 return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
         return buffer
 
-    def operands(self, op: Op, steps: Steps | None) -> list[str]:
+    def operands(self, op: Op, steps: LoopSteps | None) -> list[str]:
         return [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
 
-    def destination(self, op: Op, steps: Steps | None) -> str:
+    def destination(self, op: Op, steps: LoopSteps | None) -> str:
         """Buffer that an op writes."""
         value, stream = op.result, op.result.stream
         if steps is None or stream is None:
@@ -116,7 +116,7 @@ class Buffers:
         self.take_chunks(op, steps)
         return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
-    def take_chunks(self, op: Op, steps: Steps) -> None:
+    def take_chunks(self, op: Op, steps: LoopSteps) -> None:
         """Allocates chunks for a value that is local to a loop, if chunks of the whole value would be strided."""
         value, stream = op.result, op.result.walked
         is_new = value.name not in self.by_value and value.name not in self.by_step
@@ -129,7 +129,7 @@ class Buffers:
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
-    def chunk(self, name: str, dim: int, steps: Steps, keeps: bool = False) -> str:
+    def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
         """Chunk of a value in one iteration. `keeps` the dim if a step takes one index of it."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
@@ -152,7 +152,7 @@ class Buffers:
 
     # --- views ---
 
-    def view(self, op: Op, steps: Steps | None) -> None:
+    def view(self, op: Op, steps: LoopSteps | None) -> None:
         """Defines the view of an op: of all of its operand, or of the chunk of a step."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
@@ -230,7 +230,7 @@ class Buffers:
 # Slices of the result of a concat or pad, into which its operands are computed.
 
 
-def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Steps | None) -> str:
+def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
     """View of an operand's place in `target`, the current chunk of the result."""
     type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
     if op.kind == "concat":
@@ -245,7 +245,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
     return target
 
 
-def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None) -> Iterator[str]:
+def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
     """Borders that a pad adds. Each element is in one of them: borders of a dim lie inside the earlier dims."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]

@@ -20,13 +20,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from hostweave.communication.chunk_loops import Part, parts, shards
+from hostweave.communication.chunk_loops import LoopPart, parts, shards
 from hostweave.communication.collective import permute, take_shard
 from hostweave.communication.packing import contiguous_source, packed_destination, temporary
 from hostweave.communication.put import PUTS
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
-from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, expr_of, rank_in_group
+from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
@@ -45,7 +45,7 @@ from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.repeats import Repeats
+from hostweave.passes.lower.repeats import RepeatLowering
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.scaled_matmuls import ScaledMatmuls
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -98,7 +98,7 @@ class _Lowering:
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
-        self.repeats = Repeats(flow, self.buffers, self.b)
+        self.repeats = RepeatLowering(flow, self.buffers, self.b)
         self.lowering: Lowering | None = None  # lowering of the current loop's communication
 
     def most_streams(self) -> int:
@@ -182,12 +182,12 @@ class _Lowering:
             for name in self.buffers.by_step.keys() - known:  # memory for the chunks of one part
                 del self.buffers.by_step[name]
 
-    def loop_over(self, rows: Part, loop: ChunkLoop) -> None:
+    def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
         b, flow = self.b, self.flow
         count = rows.count
         reached = 1 if self.streams_of(loop) == 1 else int(count) if count.is_int else self.streams
         used = reached if reached < self.streams else None
-        steps = Steps(flow.mesh, Var(b.loop_index()), count, loop.drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
+        steps = LoopSteps(flow.mesh, Var(b.loop_index()), count, loop.drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         steps = replace(steps, rows=rows.rows, start=rows.start)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
@@ -225,7 +225,7 @@ class _Lowering:
             self.asynchronous.wait_for(name)
         axes, mesh = step_of(gather).axes, self.flow.mesh
         ranks, view = mesh.size_of(axes), self.flow.producer[weights]
-        steps = Steps(mesh, Var(b.loop_index()), loop.steps, loop.drops_dim, ranks, uneven=self.flow.uneven)
+        steps = LoopSteps(mesh, Var(b.loop_index()), loop.steps, loop.drops_dim, ranks, uneven=self.flow.uneven)
         b.location = loop.ops[0].location
         with b.looped() as body:
             steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))
@@ -240,7 +240,7 @@ class _Lowering:
 
     # --- ops ---
 
-    def op(self, op: Op, steps: Steps | None) -> None:
+    def op(self, op: Op, steps: LoopSteps | None) -> None:
         self.b.location = op.location
         with self.b.on(op.result.type.mesh):
             if self.flow.is_view(op):
@@ -263,7 +263,7 @@ class _Lowering:
             else:
                 self.compute(op, steps)
 
-    def compute(self, op: Op, steps: Steps | None) -> None:
+    def compute(self, op: Op, steps: LoopSteps | None) -> None:
         sources, target = self.buffers.operands(op, steps), self.buffers.destination(op, steps)
         if op.kind in ("concat", "pad"):
             self.assemble(op, sources, target, steps)
@@ -281,7 +281,7 @@ class _Lowering:
             kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
-    def on_chunk(self, op: Op, steps: Steps | None) -> Op:
+    def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
         """Adjusts the axes of a reduction to the dims of a chunk, where the streamed dim is dropped or split in two."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
@@ -293,7 +293,7 @@ class _Lowering:
 
     # --- matmuls ---
 
-    def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
+    def matmul(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         matrices = []
         for number, source in enumerate(sources):
             matrix = self.matrix(op, source, number, steps)
@@ -310,14 +310,14 @@ class _Lowering:
             with packed_destination(self.b, dst, steps) as packed:
                 self.b.emit(replace(matmul, dst=packed))
 
-    def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: Steps | None) -> None:
+    def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
         """Emits a kernel for an integer matmul, which cuBLASLt lacks. The kernel needs two different inputs."""
         if a == b:
             b = temporary(self.b, a, steps)
             self.b.emit(ir.Copy(a, b))
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
-    def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
+    def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
         """Merges the contracted dims of an operand: the last ones of the first operand, those before the last of the second."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
@@ -327,7 +327,7 @@ class _Lowering:
         except ValueError:  # no strides give this shape
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
-    def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
+    def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
         """Moves the shards before the matrix, as one more batch dim, in a matmul over slices of every rank's columns."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
@@ -399,7 +399,7 @@ class _Lowering:
 
     # --- ops that copy ---
 
-    def collective_permute(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
+    def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
         """Moves blocks between ranks or, if a rank holds all of them, within its memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
@@ -414,7 +414,7 @@ class _Lowering:
             else:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
 
-    def assemble(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
+    def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         """Copies each operand of a concat or pad to its place, unless it was computed there, and fills borders."""
         for number, source in enumerate(sources):
             place = part(self.b, self.flow, op, number, target, steps)

@@ -27,12 +27,12 @@ REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of 
 
 HEADS = 5  # largest number of an attention's operands that it reads with any strides
 
-Part = tuple[Op, int]  # a concat or pad, and the number of an operand
+PlacedOperand = tuple[Op, int]  # a concat or pad, and the number of an operand
 
 
 @dataclass(frozen=True)
 class Placement:
-    parts: dict[str, Part]  # values that are computed at their place in another's memory
+    parts: dict[str, PlacedOperand]  # values that are computed at their place in another's memory
     inverse_view: dict[str, Op]  # a value -> its view, which owns the memory that the value's op writes
     within_loops: frozenset[str]  # values that are local to one loop, so their layout is free
     by_shards: frozenset[str]  # gathered values of loops over shards, with the shards one after another
@@ -66,7 +66,7 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 # --- operands of concat and pad ---------------------------------------------------------------------------------------
 
 
-def _parts(flow: Dataflow) -> dict[str, Part]:
+def _parts(flow: Dataflow) -> dict[str, PlacedOperand]:
     """Operands of concat and pad that their own op can write directly into the result, if other consumers can read them there.
 
     Also looks through a view that adds dims of one element.
@@ -108,7 +108,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 # --- values with one view as their only consumer ----------------------------------------------------------------------
 
 
-def _inverse_views(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
+def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
     """Values that are only used through one view and lie in memory as that view: a returned view, or one that another reshape merges.
 
     The op of the value then writes through the inverse view, without a copy.
@@ -127,7 +127,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
     return any(len(source) > 1 for source, _ in groups(flow.types[op.tensors[0]].shape, op.result.type.shape))
 
 
-def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -> dict[str, Op]:
+def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
     """Views from `op` down to the op that computes the elements. Empty if one cannot be inverted or has other uses."""
     (name,) = op.tensors
     made = flow.producer.get(name)

@@ -41,7 +41,7 @@ class _Carried:
     is_copied: bool = True  # the first call takes a copy
 
 
-class Repeats:
+class RepeatLowering:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
         self.inputs = {value.name for value in flow.fusion.inputs}

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from hostweave.communication.collective import Collective, gather_apart
-from hostweave.communication.packing import Reduction
+from hostweave.communication.collective import CollectiveLowering, gather_apart
+from hostweave.communication.packing import TermReduction
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
-from hostweave.communication.steps import Dataflow, Steps
+from hostweave.communication.steps import Dataflow, LoopSteps
 from hostweave.communication.transfers import Transfers
 from hostweave.fusion_ir.ir import ChunkLoop, Op
 from hostweave.fusion_ir.resharding import step_of
@@ -22,7 +22,7 @@ class Reshards:
         self.transfers = Transfers(b, flow, buffers)
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
-    def begin_loop(self, loop: ChunkLoop, steps: Steps) -> Lowering | None:
+    def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
         """Creates the lowerings of a loop. Returns that of the communication which determines the block of a step, or None."""
         made = {op.result.name for op in loop.ops}
         for op in loop.ops:
@@ -32,7 +32,7 @@ class Reshards:
                 self.scheduled[op.result.name] = lowering(self.b, self.flow, self.buffers, op, steps, made, self.reduction(op))
         return self.scheduled[loop.communication.result.name] if loop.communication else None
 
-    def reshard(self, op: Op, steps: Steps | None) -> None:
+    def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
             self.scheduled[op.result.name].step(steps)
         elif op.kind == "reduce":
@@ -42,9 +42,9 @@ class Reshards:
         elif op.result.name in self.buffers.placement.by_shards:
             gather_apart(self.b, self.flow, self.buffers, op)
         else:
-            Collective(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
+            CollectiveLowering(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
-    def reduction(self, op: Op) -> Reduction:
+    def reduction(self, op: Op) -> TermReduction:
         """Reduction of a reshard, with the kernels that reduce terms on a rank."""
         word = step_of(op).reduction
 
@@ -54,4 +54,4 @@ class Reshards:
             kernel = adding(terms, dst, op, word) if others else summing(word, first, dst, op)
             self.b.emit(ir.Launch(kernel, tuple(terms), (dst,)))
 
-        return Reduction(word, emit)
+        return TermReduction(word, emit)

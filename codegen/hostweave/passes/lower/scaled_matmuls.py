@@ -17,7 +17,7 @@ from functools import partial
 
 from hostweave.communication.packing import branch, packed_destination
 from hostweave.communication.schedule import Lowering
-from hostweave.communication.steps import Steps, expr_of
+from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.scaled import BLOCK, BLOCKS, is_composed, scaling
@@ -37,7 +37,7 @@ class ScaledMatmuls:
     def __init__(self, kernels: Kernels, b: Builder):
         self.kernels, self.b = kernels, b
 
-    def multiply(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None, lowering: Lowering | None) -> None:
+    def multiply(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None, lowering: Lowering | None) -> None:
         """Emits the matmul of the operands, or of a chunk. A chunk with slices of several shards needs one matmul per shard."""
         buffers, stream = [*sources, target], op.result.stream
         if len(self.b.types[target].shape) == 2:
@@ -54,7 +54,7 @@ class ScaledMatmuls:
             self.multiply_matrices(op, shards, None, None)
         self.b.emit(ir.For(index.name, self.b.types[target].shape[stream.dim], tuple(body)))
 
-    def multiply_matrices(self, op: Op, buffers: Sequence[str], steps: Steps | None, lowering: Lowering | None) -> None:
+    def multiply_matrices(self, op: Op, buffers: Sequence[str], steps: LoopSteps | None, lowering: Lowering | None) -> None:
         a, b, scale_a, scale_b, target = buffers
         if is_composed(op):
             self.compose(op, (a, b, scale_a, scale_b), target, steps)
@@ -90,7 +90,7 @@ class ScaledMatmuls:
         (a, scale_a), (b, scale_b) = of_a, of_b
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
-    def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: Steps | None) -> Callable[[bool], None]:
+    def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
         """Returns the emitter of a matmul on rows that zeros pad to a multiple of PADDED, which scales of blocks along rows need.
 
         Few rows of f8e4m3 need none. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
@@ -119,11 +119,11 @@ class ScaledMatmuls:
     def turned(self, name: str) -> str:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
-    def by_rows(self, name: str, steps: Steps | None) -> str:
+    def by_rows(self, name: str, steps: LoopSteps | None) -> str:
         """A matrix with contiguous rows: its own memory, or a copy."""
         return name if lies_along(self.b.types[name], 1) else self.copied(name, self.memory(f"{name}_by_rows", self.b.types[name], steps))
 
-    def scale(self, name: str, scaled: str, has_blocks: bool, steps: Steps | None) -> str:
+    def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
         """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt.
 
         A vector is contiguous. Scales of blocks are stored by columns if R is M, else by rows that start at multiples of PADDED.
@@ -147,7 +147,7 @@ class ScaledMatmuls:
         self.b.emit(ir.Copy(src, dst))
         return dst
 
-    def memory(self, wanted: str, type: BufferType, steps: Steps | None) -> str:
+    def memory(self, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
         """Allocates contiguous memory. In a loop each iteration has its own."""
         if steps is None:
             return self.b.allocate_here(wanted, BufferType(type.dtype, type.shape))
@@ -156,7 +156,7 @@ class ScaledMatmuls:
 
     # --- composed of other ops ---
 
-    def compose(self, op: Op, operands: Operands, target: str, steps: Steps | None) -> None:
+    def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
         """Emits casts, a matmul and multiplications with the scales.
 
         Operands are cast to f16, which represents all 8-bit floats. With scales of blocks, they are cast to f32 and scaled before the
@@ -174,7 +174,7 @@ class ScaledMatmuls:
         factors = () if has_blocks else (scale_a, scale_b)
         self.launch(op, product, factors, f32, target)
 
-    def widened(self, op: Op, name: str, dtype: DType, steps: Steps | None) -> str:
+    def widened(self, op: Op, name: str, dtype: DType, steps: LoopSteps | None) -> str:
         type = self.b.types[name]
         if not lies_along(type, 1):
             return self.turned(self.widened(op, self.turned(name), dtype, steps))
@@ -182,7 +182,7 @@ class ScaledMatmuls:
         self.launch(op, name, (), dtype, memory)
         return memory
 
-    def unscaled(self, op: Op, name: str, scale: str, steps: Steps | None) -> str:
+    def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
         """A matrix times its scales of blocks, in f32."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
@@ -196,7 +196,7 @@ class ScaledMatmuls:
         self.launch(op, source, (factor,), f32, result)
         return memory
 
-    def by_rows_of(self, scale: str, steps: Steps | None) -> str:
+    def by_rows_of(self, scale: str, steps: LoopSteps | None) -> str:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, self.memory(f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:

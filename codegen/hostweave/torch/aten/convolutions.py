@@ -16,7 +16,7 @@ from hostweave.torch.aten.table import Result, aten, cast, torch_dtype, wide
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
-Sizes = Sequence[int | str]
+SizePerDim = Sequence[int | str]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Kernel:
     groups: int
     is_reversed: bool = False  # its last place comes first, as in transposed convolutions
 
-    def seen(self, x: hw.Tensor, outs: Sizes) -> hw.Tensor:
+    def seen(self, x: hw.Tensor, outs: SizePerDim) -> hw.Tensor:
         """Elements that the places of the kernel see, for each of the `outs`: [batch, channels, places, outs]."""
         batch, channels, *own = x.shape
         count = len(self.sizes)
@@ -50,7 +50,7 @@ class _Kernel:
         at = hw.expand_dims(self._numbers(x, self.sizes, self.dilation, self.is_reversed), 1) + self._numbers(x, outs, self.stride)
         return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
 
-    def _numbers(self, x: hw.Tensor, sizes: Sizes, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
+    def _numbers(self, x: hw.Tensor, sizes: SizePerDim, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
         """The places in a flat image of points of a grid of these sizes, whose neighbours are so many elements apart: [points]."""
         total: Any = None
         for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
@@ -63,7 +63,7 @@ class _Kernel:
             total = row if total is None else total + row
         return hw.reshape(total, _count(sizes))
 
-    def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: Sizes) -> hw.Tensor:
+    def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: SizePerDim) -> hw.Tensor:
         """[batch, out, outs...]. Kernels of one channel are sums; others are matrix products."""
         seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
         batch, places = x.shape[0], _count(self.sizes)
@@ -79,7 +79,7 @@ class _Kernel:
         made: hw.Tensor = y if bias is None else y + cast(hw.reshape(bias, -1, *(1 for _ in outs)), torch_dtype(y))
         return cast(made, result.dtype)
 
-    def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: Sizes) -> hw.Tensor:
+    def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: SizePerDim) -> hw.Tensor:
         """The gradient of the weight [out, channels / groups, sizes...] for that of the outputs."""
         outs, places = dy.shape[2:], _count(self.sizes)
         seen, (out, channels), batch = self.seen(x, outs), shape[:2], x.shape[0]
@@ -95,7 +95,7 @@ class _Kernel:
         return cast(hw.reshape(made, *shape), result.dtype)
 
 
-def _count(sizes: Sizes) -> Any:
+def _count(sizes: SizePerDim) -> Any:
     """How many elements an image of these sizes has."""
     total = product(tuple(Size.of(str(size)) for size in sizes))
     return int(total) if total.is_int else str(total)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, wide
+from hostweave.torch.aten.table import TABLE, Number, Result, Translation, aten, cast, wide
 
 
 def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -15,7 +15,7 @@ def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(d % x.ndim for d in dims) or tuple(range(x.ndim))
 
 
-def _reduction(function: Callable[..., hw.Tensor]) -> Entry:
+def _reduction(function: Callable[..., hw.Tensor]) -> Translation:
     def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
         return cast(function(cast(x, result.dtype), _dims(x, dim), keepdim), result.dtype)
 
@@ -28,7 +28,7 @@ TABLE.update({"amax.default": _reduction(hw.max), "amin.default": _reduction(hw.
 TABLE.update({"max.default": _reduction(hw.max), "min.default": _reduction(hw.min)})
 
 
-def _truths(function: Callable[..., hw.Tensor]) -> Entry:
+def _truths(function: Callable[..., hw.Tensor]) -> Translation:
     def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False) -> hw.Tensor:
         return function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim)
 

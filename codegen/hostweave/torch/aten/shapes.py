@@ -168,11 +168,11 @@ TABLE |= {
 }
 
 
-Indices = Sequence[hw.Tensor | None]
+TensorIndices = Sequence[hw.Tensor | None]
 
 
 @aten("index.Tensor", "_unsafe_index.Tensor")
-def _index(result: Result, x: hw.Tensor, indices: Indices) -> hw.Tensor:
+def _index(result: Result, x: hw.Tensor, indices: TensorIndices) -> hw.Tensor:
     x, number, dim, _ = numbered(x, indices, "aten.index")
     return hw.take(x, number, dim)
 
@@ -184,7 +184,7 @@ def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, d
     return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
 
 
-def numbered(x: hw.Tensor, indices: Indices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
+def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
     """x with the dims that are indexed as one, the number of each element that is meant along it, and the dim; also the order of dims.
 
     The indexed dims come first, unless they follow one another, as in torch.

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.plan import Axes
+from hostweave.torch.plan import AxesOfDims
 from hostweave.types.tensor import DTYPES as BY_NAME
 from hostweave.types.tensor import Dim, DType, TensorType
 
 T = TypeVar("T")
 Number = int | float | bool
-Sizes = tuple[int | str, ...]
+GivenSizes = tuple[int | str, ...]
 
 DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for dtype in BY_NAME.values()}
 
@@ -31,7 +31,7 @@ class Result:
     """Dtypes and shapes of an op's results, as torch infers them."""
 
     dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[Sizes, ...]
+    shapes: tuple[GivenSizes, ...]
     trace: hw.Tensor  # any tensor of the function, beside which a tensor without operands is made
 
     @property
@@ -39,16 +39,16 @@ class Result:
         return self.dtypes[0]
 
     @property
-    def shape(self) -> Sizes:
+    def shape(self) -> GivenSizes:
         return self.shapes[0]
 
 
-Entry = Callable[..., Any]
-TABLE: dict[str, Entry] = {}
+Translation = Callable[..., Any]
+TABLE: dict[str, Translation] = {}
 
 
-def aten(*names: str) -> Callable[[Entry], Entry]:
-    def enter(entry: Entry) -> Entry:
+def aten(*names: str) -> Callable[[Translation], Translation]:
+    def enter(entry: Translation) -> Translation:
         TABLE.update(dict.fromkeys(names, entry))
         return entry
 
@@ -60,7 +60,7 @@ _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
 def computed(
-    op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], Sizes], trace: hw.Tensor
+    op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], GivenSizes], trace: hw.Tensor
 ) -> Any:
     """Calls the entry of an op in place of a node. `shape_of` gives the shapes of the node's results."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
@@ -117,7 +117,7 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
     return torch.result_type(torch.empty(1, dtype=torch_dtype(tensor)), number)
 
 
-def resharded(x: hw.Tensor, axes: Axes) -> hw.Tensor:
+def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
     """x, with these mesh axes for each dim; () is replicated."""
     axes = axes or ((),) * x.ndim
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
