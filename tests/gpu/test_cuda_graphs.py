@@ -311,6 +311,43 @@ def fails(program: hw.Program, mine: Rank) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
+@pytest.mark.parametrize(("make", "edges", "peers"), [(mlp_on, {"collective"}, [0, 1]), (streamed_on, {"signal", "credit", "transfer"}, [1])])
+def test_a_launch_by_torch_names_its_line(
+    make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 launches its graph later. Until then rank 0 knows the line that waits, in the second launch as in the first."""
+    monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
+    program, late = make(2), [threading.Event() for _ in range(2)]
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine = Rank(rank, 2)
+        arrays = [mine.x, *mine.weights] if make is mlp_on else [mine.x, torch.zeros(32, 32, device=mine.device, dtype=mine.x.dtype)]
+        out = [program(*arrays) for _ in range(2)][-1]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            program(*arrays, out=out)
+        (local,) = group.programs.values()
+        for before, go in enumerate(late, 2):
+            torch.cuda.synchronize()
+            assert local.stand().call == 0
+            if rank == 1:
+                go.wait(20)
+            graph.replay()
+            if rank == 0:
+                until, seen, waits = time.monotonic() + 10, local.stand(), []
+                while not waits and time.monotonic() < until:
+                    seen = local.stand()
+                    waits = [stream for stream in seen.streams if stream["edge"] in edges]
+                go.set()
+                assert (seen.call, seen.made, seen.done, seen.is_graph) == (before + 1, before + 1, before, True)
+                assert waits, seen.streams
+                assert all(stream["ranks"] == peers for stream in waits), seen.streams
+                assert "test_cuda_graphs.py:" in waits[0]["next"]
+
+    on_ranks(2, body)
+
+
 def test_in_a_graph_of_torch() -> None:
     on_ranks(1, lambda rank, group: in_torch_graph(rank, 1, group))
 
