@@ -312,7 +312,10 @@ def fails(program: hw.Program, mine: Rank) -> None:
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
-@pytest.mark.parametrize(("make", "edges", "peers"), [(mlp_on, {"collective"}, [0, 1]), (streamed_on, {"signal", "credit", "transfer"}, [1])])
+@pytest.mark.parametrize(
+    ("make", "edges", "peers"),
+    [(mlp_on, {"collective"}, [0, 1]), (streamed_on, {"signal", "credit", "transfer"}, [1])],
+)
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
