@@ -13,6 +13,7 @@ import scipy_openblas32
 from cuda_here import needs_cuda
 from test_export import QUICK, for_cuda
 
+from hostweave.build.cuda import gpus
 from hostweave.cli.main import main
 
 PROGRAMS = '''
@@ -55,6 +56,7 @@ x, z = rng.standard_normal((M, K), np.float32), rng.standard_normal(S, np.float3
 layers = [(rng.standard_normal((K, K), np.float32), rng.standard_normal((M, K), np.float32)) for _ in range(3)]
 given = {"x": x, "z": z} | {f"w_{i}": w for i, (w, _) in enumerate(layers, 1)} | {f"state_{i}": s for i, (_, s) in enumerate(layers, 1)}
 arrays = [given[each.name] for each in program.INPUTS]
+cuda = program.TARGET == "cuda"
 wanted, out = [], x
 for w, state in layers:
     state = state / 2 + out @ w
@@ -63,17 +65,22 @@ for w, state in layers:
 wanted = [out, *wanted, z + z, z.sum()]
 
 
+def given_to(device, arrays):
+    return [program.torch.from_numpy(array).to(f"cuda:{device}") if cuda else array for array in arrays]
+
+
 def expect(found, wanted):
     for own, right in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(own, np.float32), right, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(np.asarray(own.cpu() if cuda else own, np.float32), right, rtol=1e-2, atol=1e-2)
 
 
 if sys.argv[1] == "threads":
-    expect(program.run(*arrays), wanted)
-    expect(program.run(*arrays), wanted)  # which left the caller's states alone
+    held = given_to(0, arrays)
+    expect(program.run(*held), wanted)
+    expect(program.run(*held), wanted)  # the first run did not change the caller's states
     for wrong in ([*arrays[:-1], arrays[-1].astype(np.float64)], [arrays[0][:, :5].copy(), *arrays[1:]], arrays[1:]):
         try:
-            program.run(*wrong)
+            program.run(*given_to(0, wrong))
         except ValueError as error:
             print(error)
 else:
@@ -85,6 +92,7 @@ else:
         pass
     world = program.World(file.read_bytes(), rank)
     own = [np.ascontiguousarray(array[np.ix_(*each.block(array.shape, rank))]) for each, array in zip(program.INPUTS, arrays)]
+    own = given_to(rank, own)
     call = program.Program(world)
     found = call(*own, global_shapes={each.name: array.shape for each, array in zip(program.INPUTS, arrays)})
     parts = [np.asarray(right)[np.ix_(*each.block(np.shape(right), rank))] if np.ndim(right) else right
@@ -105,33 +113,47 @@ def build(folder: Path, *options: str, patch: pytest.MonkeyPatch, capsys: pytest
     return Path(capsys.readouterr().out.strip())
 
 
-@pytest.mark.extra("scikit_build_core")
-def test_a_wheel_runs_without_hostweave(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = build(tmp_path, patch=monkeypatch, capsys=capsys)
-    assert wheel.name.startswith("recurrent-2.1-py3-none-linux_")
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
-    subprocess.run(pip, check=True)
+def use(wheel: Path, folder: Path) -> list[str]:
+    """Installs the wheel alone, and returns the output of USE: with ranks as threads, and of each of two processes."""
+    site = folder / "site"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
     (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # beside the module, where pip installs it
-    (tmp_path / "use.py").write_text(USE)
-    at = {**os.environ, "PYTHONPATH": str(site)}
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [sys.executable, "use.py", *arguments], cwd=tmp_path, env=at, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    (folder / "use.py").write_text(USE)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "use.py", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+        for arguments in (("threads",), ("process", "0"), ("process", "1"))
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(texts)
+    return texts
 
-    threads = start("threads")
-    printed = threads.communicate(timeout=120)[0]
-    assert threads.returncode == 0, printed
+
+def expect_refusals(printed: str) -> None:
     kind, sizes, number = printed.splitlines()
     assert kind == "recurrent: state_3: a float64 array of shape [5, 6] is given; pass a f32[M@x, K]"
     assert re.search(r"w_1: expected f32\[K, local\(K, x\)\], here f32\[5, [23]\], got f32\[6, 3\]", sizes)  # of either rank
     assert "7 arrays; pass 8: x, " in number
-    processes = [start("process", str(rank)) for rank in (0, 1)]
-    texts = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
+
+
+@pytest.mark.extra("scikit_build_core")
+def test_a_wheel_runs_without_hostweave(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = build(tmp_path, patch=monkeypatch, capsys=capsys)
+    assert wheel.name.startswith("recurrent-2.1-py3-none-linux_")
+    expect_refusals(use(wheel, tmp_path)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
+def test_a_wheel_runs_on_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CMAKE_ARGS", " ".join(for_cuda()))
+    expect_refusals(use(build(tmp_path, "--target", "cuda", patch=monkeypatch, capsys=capsys), tmp_path)[0])
 
 
 @needs_cuda

@@ -206,16 +206,19 @@ seen.grown = wide.getAttribute("width") / before;
 frame.dispatchEvent(new MouseEvent("dblclick"));
 seen.again = wide.getAttribute("width") / before;
 seen.ticks = svg.querySelectorAll("g.axis text").length;
+seen.backgrounds = [getComputedStyle(document.body).backgroundColor, getComputedStyle(svg.querySelector(".paper")).fill];
 document.body.insertAdjacentHTML("beforeend", `<pre id="seen">${JSON.stringify(seen)}</pre>`);
 </script></body>"""
 
 
 @pytest.mark.extra("chromium")
-def test_the_page_in_a_browser(report: Report, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "background"), [(0, "rgb(30, 33, 41)"), (1, "rgb(255, 255, 255)")], ids=["dark", "light"])
+def test_the_page_in_a_browser(report: Report, tmp_path: Path, scheme: int, background: str) -> None:
     page = tmp_path / "page.html"
     page.write_text(report.html().replace("</body>", PROBE))
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    run = subprocess.run([*browser, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    browser += [f"--blink-settings=preferredColorScheme={scheme}", page.as_uri()]
+    run = subprocess.run(browser, capture_output=True, text=True, timeout=120, check=True)
     *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # after the probe itself
     seen = json.loads(found.replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["boxes"] == len(report.predicted.events)
@@ -227,3 +230,4 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path) -> None:
     assert seen["grown"] == pytest.approx(1.25, rel=0.02)
     assert seen["again"] == pytest.approx(1)
     assert seen["ticks"] >= 4
+    assert seen["backgrounds"] == [background, background]
