@@ -465,6 +465,7 @@ def test_a_build_evicts_what_was_used_longest_ago(empty_cache: Path, monkeypatch
     old = hw.compile(doubled).folder
     os.utime(old / "SHA256SUMS", (0, 0))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
+    os.utime(empty_cache / "evicted", (0, 0))  # the build of `old` has just looked
     new = hw.compile(product).folder
     assert new.exists()
     assert not old.exists()

@@ -28,9 +28,11 @@ from hostweave.base.interrupts import LOOK, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
 _SUMS = "SHA256SUMS"  # digests of an entry's other files; exists from the start. Its modification time is the last use
+_EVICTED = "evicted"  # file in the cache whose modification time is that of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
 _IN_USE = 3600.0  # seconds after the last use in which an entry is not evicted: a build may be about to link it
+EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
 _LINKS = 40  # maximum links of a path, as of Linux
 _SKEW = 10**10  # nanoseconds that a file server's clock may be ahead
 _LIMIT = "10 GB"
@@ -222,9 +224,18 @@ def remove_leftovers() -> int:
     return count
 
 
-def evict() -> None:
-    """Removes the least recently used entries until the rest is within the limit."""
+def evict(period: float = 0.0) -> None:
+    """Removes the least recently used entries until the rest is within the limit.
+
+    Reads every entry, so it does nothing if the last eviction was less than `period` seconds ago.
+    """
     left, total = limit(), 0
+    mark = root() / _EVICTED
+    with contextlib.suppress(OSError):  # there was no eviction, or the cache is read-only
+        if abs(time.time() - mark.stat().st_mtime) < period:
+            return
+    with contextlib.suppress(OSError):
+        mark.touch()
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
         if total > left and abs(time.time() - entry.used) > _IN_USE:  # abs: a future time stems from before the clock was set back

@@ -27,7 +27,7 @@ from hostweave.base.interrupts import carried
 from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.base.progress import log, progress
 from hostweave.base.shortages import remedy_of
-from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
+from hostweave.build.cache import EVICTION_PERIOD, evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, require_native
 
 SourceFiles = Mapping[str, str]  # path -> text
@@ -78,7 +78,7 @@ def build(
             make_program(folder, tuple(sources), toolchain, built)
 
         folder = get_or_make(entry, make)
-    evict()
+    evict(EVICTION_PERIOD)
     return folder
 
 
