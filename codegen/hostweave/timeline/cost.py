@@ -21,7 +21,7 @@ from hostweave.types.mesh import Sizes
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
 FORK = LOOP / 4  # and of a fork or a join: a loop has two of each, of its matmuls and of its communications
 EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
-FIRST = 3e-6  # seconds until the last rank has come to the first communication of a call
+FIRST = 3e-6  # seconds until the last rank has come to a communication that begins a call; after other work it costs nothing
 SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted
 STEP = 0.45e-6  # seconds of a step of the network, between two barriers of a block
 PASSES, PASSED = 26e-6, 0.3e-9  # seconds of a radix sort of a longer lane, and of each of its elements

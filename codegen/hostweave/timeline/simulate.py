@@ -87,7 +87,8 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
         for name in tree.names(operation.instruction, "launch"):
             work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # or of the user
         if work.kind == COMMUNICATION and not has_met:
-            work, has_met = replace(work, seconds=work.seconds + FIRST), True
+            late = 0.0 if any(engine.values()) else FIRST
+            work, has_met = replace(work, seconds=work.seconds + late), True
         task = found[operation] = SimulatedTask(operation, work)
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
         if operation.takes_turns:
