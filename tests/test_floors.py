@@ -102,6 +102,30 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert found == {name for names in DELAYED_IMPORTS.values() for name in names}
 
 
+def test_modules_import_in_no_circle() -> None:
+    """Imports for type checking count. The exception: functions of ops take tensors, and operators of tensors record ops."""
+    paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
+    del paths["hostweave"]
+    needs: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        blocks = [node.body if isinstance(node, ast.If) else [node] for node in ast.parse(path.read_text()).body]
+        imported = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+        names = ((node.module or "", f"{node.module}.{alias.name}") for node in imported for alias in node.names)
+        needs[name] = {whole if whole in paths else module for module, whole in names} & paths.keys()
+    circles = {name for name in paths if name in _reached(needs, name)}
+    assert {name.rpartition(".")[0].removeprefix("hostweave.") for name in circles} <= {"fusion_ir", "fusion_ir.ops", "fusion_ir.frontend"}
+
+
+def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
+    """Modules that importing a module imports."""
+    found, following = set[str](), [start]
+    while following:
+        new = needs[following.pop()] - found
+        found |= new
+        following += new
+    return found
+
+
 def test_private_names_stay_in_their_modules() -> None:
     wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names here are names of `hw`
     for path in modules():

@@ -202,16 +202,20 @@ class Running:
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
-        local = group.programs.get(self) or self._made_local(group, stream, arrays)
+        local = self._local_in(group) or self._made_local(group, stream, arrays)
         if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.optional_transports):
             return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
         return local
+
+    def _local_in(self, group: Group) -> LocalProgram | None:
+        local = group.programs.get(self)
+        return local if isinstance(local, LocalProgram) else None
 
     def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
         """Makes the program on this rank. The first thread of the rank to call it does so."""
         compiled = self.compiled
         with group.calling:
-            if (local := group.programs.get(self)) is None:
+            if (local := self._local_in(group)) is None:
                 on = stream_of_call(compiled.target, stream, arrays)
                 local = LocalProgram(
                     compiled.host, compiled.target, partial(self._module, 1), compiled.options, group, on, self._lacks, self._family
@@ -293,7 +297,7 @@ class Running:
         self._expect_open()
         module = self._module(ranks)
         with team_of(target, ranks) as team:
-            programs = [group.programs.get(self) for group in team.groups]
+            programs = [self._local_in(group) for group in team.groups]
             if None in programs:
                 with team.turn(module, target, CpuSchedule()):
                     programs = list(team.each(lambda rank: self._made_local(team.groups[rank], None, ())))

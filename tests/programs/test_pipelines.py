@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -247,7 +246,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     """For ranks that are processes: a rank knows only the sizes of its arguments and those that the caller states."""
     host = lowered(FUSION)
     target = find_target("cpu")
-    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows(SimpleNamespace()))
+    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows())
     nothing = Bound(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
         arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))

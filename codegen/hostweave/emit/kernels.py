@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
-from hostweave.analysis.kernel_indices import reduced_indices
-from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, Word, accumulator_type, compute_type
-from hostweave.emit.kernel_loops import LoopPrinter
-from hostweave.emit.names import CppNames
+from hostweave.emit.cpp import CppExprPrinter, Word, accumulator_type, compute_type
+from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
-from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
-from hostweave.fusion_ir.ops.definition import OpDef
-from hostweave.kernel_ir.loops import BY_LANE_PARTS, COUNTED, OF_BLOCKS, ONE, LoopDim, Loops, Walk, merged, stored
-from hostweave.types.size import Atom, Size, product
-from hostweave.types.tensor import BufferType, bool_
+from hostweave.fusion_ir.ops.attributes import DESCENDING
+from hostweave.kernel_ir.loops import BY_LANE_PARTS, OF_BLOCKS, Loops, Walk, stored
+from hostweave.types.tensor import bool_
 
 # C functions of the op table, which kernels call without a qualifier.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for field, name in op.fields(op.cpp) if field == "std" for end in ("", "f"))
@@ -67,158 +60,20 @@ class EmittedKernel:
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
 
 
-class KernelEmitter:
-    """Writes one kernel. A value is C++ text: a literal, an element in memory, or a local variable.
+class KernelEmitter(KernelFacts):
+    """Writes one kernel.
 
     Rows that threads hold in registers are loaded before the first loop, so that no load follows a reduction.
     """
 
-    printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes that its text names besides those of the loops
-
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
-        kernel, buffers = loops.kernel, tuple(loops.memory.values())
-        self.ir, self.kernel, self.ops, self.walked, self.name = loops, kernel, kernel.ops, loops.space, name
-        self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        self.inputs = [p.name for p in kernel.inputs]
-        self.made = {op.result.name: op for op in kernel.ops}
-        exchange = kernel.exchanges
-        self.terms = (
-            {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
-        )  # input -> number of ranks that send terms
-        self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
-        self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
-        self.pointers = {name: self.names.of(name) for name in self.inputs}
-        self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.loops = self.printer(loops, integers, self.names)
-        self.lies = {**dict(zip(self.inputs, buffers, strict=False)), **{name: loops.memory[stored(name)] for name in self.results}}
-        self.uses = Counter(name for op in self.ops for name in self.used(op))
-        self.uses.update(name for name in self.results if name in self.uses)
-        self.totals: dict[str, str] = {}  # accumulators by reduction
+        super().__init__(loops, integers, name)
         self.row = Section(self)  # statements outside the innermost loops
 
     def emit(self) -> EmittedKernel:
         if self.ir.takes_lanes:
             return self.lanes()
         return self.reduction() if self.ir.reduced else self.pointwise()
-
-    @cached_property
-    def used_sizes(self) -> tuple[Size, ...]:
-        """Sizes that the text of the kernel names."""
-        return (
-            *self.own_sizes,
-            *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
-            *self.kernel.sizes,
-            *(size for dim in self.ir.dims for size in (dim.size, *dim.strides)),
-            *(size for lane in self.ir.lanes.values() for size in (lane.size, lane.stride)),
-            *(self.types[op.tensors[1]].shape[0] for op in self.ops if op.kind in COUNTED),
-        )
-
-    @cached_property
-    def atoms(self) -> tuple[Atom, ...]:
-        """Sizes that are parameters of the kernel, in order."""
-        used = {atom for size in self.used_sizes for atom in size.atoms}
-        return tuple(atom for atom in self.loops.integers.sizes if atom in used)
-
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """Key of the kernel: equal for two that differ in nothing but names."""
-        values = {name: number for number, name in enumerate((*self.types, *self.ir.places))}
-        integers, letters = self.loops.integers, self.ir.letters()
-
-        def of(value: object) -> object:
-            return integers.key(value, self.atoms) if isinstance(value, Size) else value
-
-        def of_op(op: Op) -> tuple[object, ...]:
-            inside = (op.result.name in self.ir.outside, OPS[op.kind].gathers and self.ir.moves_inside(op))
-            operands = tuple(values[operand] if isinstance(operand, str) else (operand,) for operand in op.operands)
-            attributes = tuple((name, of(value)) for name, value in op.attributes)
-            return (op.kind, operands, attributes, op.result.type.dtype, *inside, self.reduces(op))
-
-        dims = tuple(letters[dim] for dim in self.ir.dims)
-        walks = tuple(tuple(values[op.result.name] for op in walk.reductions) for walk in self.ir.walks)
-        chosen = (self.ir.distribution, self.ir.threads, self.ir.width, self.ir.index, *(values[name] for name in self.ir.held))
-        lanes = tuple((values[name], lane, of(self.types[name].shape[lane])) for name, lane in self.walked.lanes.items())
-        return (
-            tuple(map(of_op, self.ir.kernel.ops)),
-            tuple((self.types[name].dtype, name in self.ir.outside) for name in self.ir.inputs),
-            tuple(values[name] for name in self.results),
-            *(dims, len(self.ir.kept), walks, chosen, lanes),
-            tuple(map(of, self.used_sizes)),
-        )
-
-    def functions(self) -> set[str]:
-        """C functions that the kernel calls; no local variable may have their names."""
-        specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
-        return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
-
-    def template(self, op: Op) -> str:
-        """C++ template of an op, for the dtype of its operands."""
-        return OPS[op.kind].cpp_for(self.types[op.tensors[-1]].dtype, self.is_small) if op.tensors else ""
-
-    def fields(self, op: Op) -> tuple[tuple[str, str], ...]:
-        return OpDef.fields(self.template(op))
-
-    def cpp(self, op: Op, operands: Iterable[str]) -> str:
-        """C++ of an op, with literals and C functions in the compute type."""
-        dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
-        return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
-
-    def lane_size(self, name: str) -> Size:
-        """Size of the dim of a value that no loop iterates over."""
-        return self.types[name].shape[self.walked.lanes[name]]
-
-    def size_of_lane(self, name: str) -> str:
-        return self.loops.integers.factor(self.lane_size(name))
-
-    def first_row(self, rows: str) -> str:
-        """First of the rows that this rank holds; empty if it holds all of them."""
-        if rows in self.pointers:
-            return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
-        return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
-
-    def jump(self, place: str, name: str) -> str:
-        """Offset of index `place` along an input's dim that no loop iterates over."""
-        stride = self.ir.lanes[name].stride
-        return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
-
-    def used(self, op: Op) -> Iterator[str]:
-        """Operands of an op, each as often as the C++ of the op mentions it."""
-        for i, operand in enumerate(op.operands):
-            if isinstance(operand, str):
-                yield from [operand] * max(1, self.fields(op).count((str(i), "")))
-
-    # --- bodies ---
-
-    def array_of(self, name: str) -> str:
-        """C++ type of the parameter for an input."""
-        cpp = self.types[name].dtype.cpp
-        return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
-
-    def touches(self) -> Iterator[str]:
-        """Elements that the kernel reads and writes, as arguments that the CPU device checks."""
-        integers = self.loops.integers
-        for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
-            for name, pointer in pointers.items():
-                shape, strides = self.extent(self.lies[name])
-                extent = f"{integers.shape(shape)}, {integers.shape(strides)}" if strides else integers.size(*shape)
-                yield pointer if name in self.terms else f"hw::{verb}({pointer}, {extent})"
-
-    def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-        """Number of elements of a buffer. For a strided view, its dims and strides."""
-        if buffer.strides is None:
-            return (self.ir.own(product(buffer.shape)),), ()
-        dims = merged([LoopDim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)])
-        dims = dims or [LoopDim(ONE, (ONE,))]
-        return tuple(self.ir.own(dim.size) for dim in dims), tuple(self.ir.own(dim.strides[0]) for dim in dims)
-
-    def elements(self, name: str) -> str:
-        """Local variable for a vector of an input's elements."""
-        return self.names.of(self.indexed(name, name), f"elements of {name}")
-
-    def indexed(self, name: str, place: str) -> str:
-        """Name of an element with its indices: `x_ij`."""
-        return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
     def pointwise(self) -> EmittedKernel:
         section = Section(self, self.row, self.ir.width)
@@ -260,14 +115,6 @@ class KernelEmitter:
     def section(self) -> Section:
         """Statements of the innermost loop. Nothing is hoisted if each vector element has its own accumulator."""
         return Section(self, None if self.ir.has_wide_totals else self.row, self.ir.width)
-
-    def reduces(self, op: Op) -> bool:
-        return bool(reduced_indices(op, self.walked.indices))
-
-    def count(self, op: Op) -> str:
-        """Divisor of a mean, if it differs from the number of elements that the kernel reduces."""
-        count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
-        return self.loops.integers.size(count) if count != Size(0) else ""
 
     def nest(self, walk: Walk, is_last: bool) -> Nest:
         """C++ of a loop nest that accumulates reductions and stores results."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import copysign
-from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import Word, compute_type, number
+from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, gathers_in_order, reversed_at, stored
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
-
-if TYPE_CHECKING:
-    from hostweave.emit.kernels import KernelEmitter
 
 
 class Section:
@@ -25,7 +22,7 @@ class Section:
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and stores.
     """
 
-    def __init__(self, kernel: KernelEmitter, outer: Section | None = None, width: int = 1):
+    def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1):
         self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
         self.texts: dict[str, str] = {}  # C++ by value
         self.loads: dict[str, str] = {}  # input -> local variable with its vector

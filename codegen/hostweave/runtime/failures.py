@@ -6,25 +6,37 @@ import contextlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count as count_from
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.interrupts import interruptibly, within
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.meeting import Meeting, StoreMeeting
-from hostweave.runtime.sizes import LastSizes, other_call
+from hostweave.runtime.meeting import Meeting, StoreMeeting, other_call
 from hostweave.runtime.standstill import Stand, describe, from_note, say, to_note
 from hostweave.runtime.stores import StoreClosed
-
-if TYPE_CHECKING:
-    from hostweave.runtime.local import LocalProgram
+from hostweave.types.tensor import Shape
 
 ABORTING = 15.0  # maximum seconds for aborting
 TELLING = 1.0  # seconds for the store to take a message to the other ranks
 _ANSWER = 1.0  # seconds for the other ranks to answer where they stand
 _STORE = 10.0  # seconds for the store to answer whether the group has failed
+
+
+class CalledProgram(Protocol):
+    """A program that was called in a group, on this rank: a LocalProgram."""
+
+    @property
+    def progress(self) -> tuple[str, int, int, float]: ...
+    def stand(self) -> Stand: ...
+    def close(self) -> None: ...
+
+
+class BegunCalls(Protocol):
+    """Sizes of the calls of a program that this rank has begun: LastSizes."""
+
+    def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 
 
 class FallibleGroup:
@@ -36,7 +48,7 @@ class FallibleGroup:
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
         self.meeting = Meeting(rank, count)
         self.members: dict[str, Any] = {}  # by target
-        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # programs called in this group
+        self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()  # programs called in this group
         self.compared_calls = 0  # calls of programs whose sizes ranks compare
         self.closed = False
         self._lock = threading.RLock()
@@ -45,7 +57,7 @@ class FallibleGroup:
         self._calls = 0  # number of calls made; the same calls on all ranks
         self._waits_on_board = False  # true while it waits for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, LastSizes] = weakref.WeakValueDictionary()  # by number
+        self._sizes: weakref.WeakValueDictionary[int, BegunCalls] = weakref.WeakValueDictionary()  # by number
 
     @property
     def failure(self) -> str | None:
@@ -138,7 +150,7 @@ class FallibleGroup:
                 return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
         return None
 
-    def number(self, sizes: LastSizes) -> int:
+    def number(self, sizes: BegunCalls) -> int:
         """Assigns a number to the sizes of a program, by which other ranks refer to them."""
         number = next(self._numbers)
         self._sizes[number] = sizes

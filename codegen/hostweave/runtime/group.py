@@ -12,9 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from multiprocessing.util import Finalize
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.base.forks import renewed
@@ -22,22 +23,18 @@ from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked
 from hostweave.runtime.board import Board
-from hostweave.runtime.failures import TELLING, FallibleGroup
+from hostweave.runtime.failures import TELLING, BegunCalls, FallibleGroup
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
-from hostweave.runtime.sizes import LastSizes
 from hostweave.runtime.standstill import marks_graphs, to_note
 from hostweave.runtime.stores import Store, TcpStore
 from hostweave.runtime.watchdog import Watch
-from hostweave.runtime.windows import Windows
-from hostweave.targets.target import Target
+from hostweave.runtime.windows import Windows, built, checked_shape
+from hostweave.targets.target import Target, find_target
 from hostweave.types.tensor import DType
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -152,11 +149,10 @@ class Group(FallibleGroup):
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._watches: list[Watch] = []
-        self.windows = Windows(weakref.proxy(self))
+        self.windows = Windows()
         self.board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
-        self.last_sizes: weakref.WeakKeyDictionary[object, LastSizes] = (
-            weakref.WeakKeyDictionary()
-        )  # by an object that the variants of a program share
+        # By an object that the variants of a program share.
+        self.last_sizes: weakref.WeakKeyDictionary[object, BegunCalls] = weakref.WeakKeyDictionary()
         self.calling = threading.RLock()  # held by the thread that makes a call as this rank
         self._store: Store | None = None
         self._world: World | None = None
@@ -240,7 +236,26 @@ class Group(FallibleGroup):
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
-        return self.windows.empty(shape, dtype, target)
+        shape = checked_shape(shape, dtype, target)
+        on, windows = find_target(target), self.windows
+        if not self.can_meet and self.count > 1:
+            raise ArgumentError("group.empty: hw.Communicators has no store; create the group by another provider")
+        self.expect_working()
+        what = f"group.empty of {dtype} for {target}"
+        windows.made += 1
+        bytes = json.dumps(prod(shape) * dtype.itemsize)
+        told = self.agree(CallSignature(what, self.name, str(windows.made), bound=bytes), "", self.timeout)
+        if self.hosts > 1:
+            raise ExecutionError(f"{what}: the ranks are on {self.hosts} hosts, but shared memory needs one host; use arrays of a library")
+        module = interruptibly(lambda: built(target))
+        member = self.member(module, on)
+        if target not in windows.connected:
+            if why := self.connect_all(member, module, target):
+                raise ExecutionError(f"{what}: {why.partition(';')[0]}; use arrays of a library, which programs copy")
+            windows.connected.add(target)
+        size = max(json.loads(signature.bound) for signature in told)
+        memory = self.run_and_wait(what, member, lambda: module.GroupMemory(member, size))
+        return windows.array(memory, module, size, shape, dtype, on.device_of_arrays(member))
 
     def close(self) -> None:
         """Frees this rank's devices and channels. Programs cannot be called in the group afterwards."""

@@ -102,10 +102,8 @@ class LocalProgram:
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = None
         if compares:
-            if (last := group.last_sizes.get(family)) is None:
-                last = group.last_sizes[family] = LastSizes(group)
             sizes_of = partial(_sizes_of, host, self.arguments)
-            self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, last)
+            self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
         # On the CPU target a call returns only when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 

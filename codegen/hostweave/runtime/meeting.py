@@ -361,3 +361,8 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
         if signature.windows != first.windows:
             return f"rank {rank} passes other arrays of group.empty than rank 0; pass what one call of it gave, from the same place on"
     return None
+
+
+def other_call(rank: int, than: int, call: int) -> str:
+    """Message that one rank makes another call than a second one."""
+    return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"

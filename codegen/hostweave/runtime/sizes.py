@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.host_ir.ir import HostProgram
-from hostweave.runtime.meeting import CallSignature
+from hostweave.runtime.group import Group
+from hostweave.runtime.meeting import CallSignature, other_call
 from hostweave.runtime.taken import Taken
 from hostweave.types.tensor import Shape, holds
-
-if TYPE_CHECKING:
-    from hostweave.runtime.group import Group
 
 _CALLS_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
 
@@ -41,6 +39,14 @@ class LastSizes:
         self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed last
         self.variant: ComparedSizes | None = None  # variant that ran last here
         self.shapes: object = None  # key of its last call's shapes
+
+    @classmethod
+    def of(cls, group: Group, family: object) -> LastSizes:
+        """Sizes of a program in a group. `family` is an object that the variants of the program share."""
+        last = group.last_sizes.get(family)
+        if not isinstance(last, cls):
+            last = group.last_sizes[family] = cls(group)
+        return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
         """Difference between another rank's sizes of a call and this rank's; None if there is none or this rank has not begun the call."""
@@ -163,11 +169,6 @@ class ComparedSizes:
             uneven = ", and sizes= where ranks hold blocks of different sizes" if self._host.uneven else ""
             return f"{parameter.name}: {said}; pass blocks of one {parameter.type}{uneven}{self._waits_for}"
         return None
-
-
-def other_call(rank: int, than: int, call: int) -> str:
-    """Message that one rank makes another call than a second one."""
-    return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"
 
 
 def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> CallSizes:

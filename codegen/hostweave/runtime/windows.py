@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from bisect import bisect_right
@@ -10,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError
 from hostweave.base.forks import renewed
-from hostweave.base.interrupts import interruptibly
 from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
@@ -24,13 +22,10 @@ from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.meeting import CallSignature, Span
+from hostweave.runtime.meeting import Span
 from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
-
-if TYPE_CHECKING:
-    from hostweave.runtime.group import Group
 
 # DLPack type codes, by name for dtypes that are unusual for their kind, and the device code.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
@@ -87,40 +82,19 @@ class _HostBytes:
 class Windows:
     """Window arrays of a group, on one of its ranks."""
 
-    def __init__(self, group: Group):
-        self._group = group
+    def __init__(self) -> None:
         self.made = 0  # number of arrays made so far; the same on all ranks
         self._begins: list[int] = []  # addresses of memory in use, sorted
         self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: number, size, memory
         self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
-        self._connected: set[str] = set()  # targets
+        self.connected: set[str] = set()  # targets whose memory all ranks share
 
-    def empty(self, shape: Sequence[int], dtype: DType, target: str) -> Array:
-        """Implements `Group.empty`."""
-        shape = _checked(shape, dtype, target)
-        group, on = self._group, find_target(target)
-        if not group.can_meet and group.count > 1:
-            raise ArgumentError("group.empty: hw.Communicators has no store; create the group by another provider")
-        group.expect_working()
-        size = prod(shape) * dtype.itemsize
-        what = f"group.empty of {dtype} for {target}"
-        self.made += 1
-        told = group.agree(CallSignature(what, group.name, str(self.made), bound=json.dumps(size)), "", group.timeout)
-        if group.hosts > 1:
-            raise ExecutionError(f"{what}: the ranks are on {group.hosts} hosts, but shared memory needs one host; use arrays of a library")
-        with _building:  # ranks that are threads need it at the same time
-            module = interruptibly(lambda: built(target))
-        member = group.member(module, on)
-        if target not in self._connected:
-            if why := group.connect_all(member, module, target):
-                raise ExecutionError(f"{what}: {why.partition(';')[0]}; use arrays of a library, which programs copy")
-            self._connected.add(target)
-        bytes = max(json.loads(signature.bound) for signature in told)
-        memory = group.run_and_wait(what, member, lambda: module.GroupMemory(member, bytes))
-        self._add(memory, max(1, bytes))
-        if (device := on.device_of_arrays(member)) != CPU_DEVICE:
+    def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Array of this shape at the beginning of window memory of `size` bytes, which is known here as long as it exists."""
+        self._add(memory, max(1, size))
+        if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
-        return np.asarray(_HostBytes(memory, size)).view(numpy_dtype(dtype)).reshape(shape)
+        return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def place(self, address: int) -> WindowPlace | None:
         """Place of an address in window memory, or None if it lies elsewhere."""
@@ -162,7 +136,8 @@ def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], ha
     return tuple(places)
 
 
-def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
+def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
+    """Arguments of `Group.empty`. Raises ArgumentError if they are wrong."""
     sizes = (shape,) if isinstance(shape, int) else shape
     try:
         is_shape = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes)
@@ -183,6 +158,7 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
 def built(target: str) -> ModuleType:
     """Module of an empty program. Any program's module provides what group memory needs."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
-    folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
-    on.expect_memory()
-    return load(folder / MODULE_FILE, on.dlopen_flags)
+    with _building:  # ranks that are threads need it at the same time
+        folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
+        on.expect_memory()
+        return load(folder / MODULE_FILE, on.dlopen_flags)
