@@ -4,9 +4,11 @@ hand-written code.
 Milliseconds of the slowest rank: median over calls that all ranks start together, behind a spin. For each case, first our choice
 is compared with the best hand-written pipeline of puts or pulls (`handwritten/put_pipelines.cu`; needs nvcc and NCCL 2.32). This
 includes pulls that wait for a signal of the peer. Each alternative of the cost model follows, measured and predicted. Then come
-the matmul alone, the communication alone, torch in sequence, and torch's fused operators. Last is our program in a CUDA graph,
+the matmul alone, the communication alone, torch in sequence, and torch's fused operators. torch in sequence also runs with NCCL's
+collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs). Last is our program in a CUDA graph,
 also with the gathered tensor in a window, as in the hand-written code. These use one process per GPU, the others one thread per
-GPU. Random bf16 data. Arguments are names of cases; default: all.
+GPU. Random bf16 data. Arguments are names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32 for the hand-written code alone, in
+lib and include, if the installed one is older.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
 WAIT = 2_000_000  # cycles before each call of torch: hides its host time, as for ours
 SMALL = 512  # rows; no hand-written code below
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
+NCCL = "nccl="
+IN_TORCH = "torch in sequence"
+WINDOWS, COPY_ENGINES = f"{IN_TORCH}, NCCL's windows", f"{IN_TORCH}, NCCL's copy engines"
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ CASES = (
 
 def main() -> None:
     print_machine()
-    ranks, cases = len(gpus()), [case for case in CASES if case.name in sys.argv[1:] or not sys.argv[1:]]
+    words = [word for word in sys.argv[1:] if not word.startswith(NCCL)]
+    nccl = next((Path(word.removeprefix(NCCL)) for word in sys.argv[1:] if word.startswith(NCCL)), None)
+    ranks, cases = len(gpus()), [case for case in CASES if case.name in words or not words]
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
-        by_hand = pool.submit(_built_by_hand, cases)
+        by_hand = pool.submit(_built_by_hand, cases, nccl)
         in_windows = [chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
         list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
@@ -88,10 +95,11 @@ def main() -> None:
         program.close()
     peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
     for case, ways, times, peer in zip(cases, programs, measured, peers, strict=True):
-        medians = {name: statistics.median(ms) for name, ms in peer.items()}
-        ratio = medians["torch fused"] / times[_choice_of(ways).taken.name][0]
-        columns = ", ".join(f"{name} {ms:.3f}" for name, ms in medians.items())
-        print(f"{case}: {columns}; ours {ratio:.2f} of fused's speed", flush=True)
+        medians, ours = {name: statistics.median(ms) for name, ms in peer.items()}, times[_choice_of(ways).taken.name][0]
+        columns = ", ".join(f"{name} {medians[name]:.3f} ({min(ms):.3f} to {max(ms):.3f})" for name, ms in peer.items())
+        plain = min((name for name in medians if name.startswith(IN_TORCH)), key=medians.__getitem__)
+        fused = medians["torch fused"] / ours
+        print(f"{case}: {columns}; ours {fused:.2f} x fused, {medians[plain] / ours:.2f} x the best in sequence, {plain}", flush=True)
 
 
 def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choice, hand: dict[str, float]) -> None:
@@ -175,13 +183,14 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def _built_by_hand(cases: list[Case]) -> tuple[Path, dict[str, str]] | None:
-    """Hand-written executable and its environment; None if it cannot be built here or lacks this case."""
+def _built_by_hand(cases: list[Case], given: Path | None) -> tuple[Path, dict[str, str]] | None:
+    """Hand-written executable and its environment, with the `given` NCCL; None if it cannot be built here or lacks this case."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
-    nccl = next(part.path for part in found.libraries if part.name.startswith("libnccl"))
+    nccl = given / "lib" / "libnccl.so.2" if given else next(part.path for part in found.libraries if part.name.startswith("libnccl"))
     includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
+    includes = [f"-I{given / 'include'}", *includes] if given else includes
     blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
     libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
     linked = [word for library in libraries for word in ("-Xlinker", library)]
@@ -220,13 +229,23 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
+    memory = _registered(cases, ranks)
     for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M
         x = torch.randn(rows, case.K, device="cuda", dtype=torch.bfloat16)
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        calls: dict[str, Callable[[], Any]] = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        calls: dict[str, Callable[[], Any]] = {IN_TORCH: _torch_call(case.kind, x, w, whole, y)}
+        wanted = _result(calls[IN_TORCH], y)
+        for name, (group_of, window) in memory.items():
+            if case.kind == "ag" or name == WINDOWS:  # copy engines do not add
+                registered = _views(window, [x.shape, whole.shape, y.shape])
+                registered[0].copy_(x)
+                of_gather, of_scatter = (registered[0], w, registered[1], y), (x, w, registered[1], registered[2])
+                calls[name] = _torch_call(case.kind, *(of_gather if case.kind == "ag" else of_scatter), group_of)
+                torch.testing.assert_close(_result(calls[name], y if case.kind == "ag" else registered[2]), wanted, rtol=0.02, atol=1)
+        calls["torch fused"] = _fused_call(case.kind, x, w)
         program, group = chosen(case, ranks), hw.init()
         calls["ours captured"] = program.capture(x, w, group=group)
         if case.kind == "ag":
@@ -247,19 +266,65 @@ def _alone(kind: str, x: Any, w: Any, whole: Any, y: Any) -> dict[str, Callable[
     return {"matmul": lambda: torch.mm(x, w, out=whole), "reduce-scatter": lambda: dist.reduce_scatter_tensor(y, whole)}
 
 
-def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:
+def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
     def ag() -> None:
-        dist.all_gather_into_tensor(whole, x)
+        dist.all_gather_into_tensor(whole, x, group=group)
         torch.mm(whole, w, out=y)
 
     def rs() -> None:
         torch.mm(x, w, out=whole)
-        dist.reduce_scatter_tensor(y, whole)
+        dist.reduce_scatter_tensor(y, whole, group=group)
 
     return ag if kind == "ag" else rs
+
+
+def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
+    """By name of a way a group of NCCL and memory that it has registered as a window, which holds the tensors of any case."""
+    import torch
+    import torch.distributed as dist
+
+    device, nccl = torch.device("cuda", torch.cuda.current_device()), dist.ProcessGroupNCCL
+    elements = max(case.M * case.K + 2 * case.M * max(case.K, case.N) for case in cases)
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, policy in ((WINDOWS, ""), (COPY_ENGINES, "NCCL_CTA_POLICY_ZERO")):
+        options = nccl.Options()
+        try:
+            if policy:
+                options.config.cta_policy = getattr(nccl, policy)
+            group = dist.new_group(pg_options=options)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects
+            backend = group._get_backend(device)
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                memory = torch.empty(elements, device=device, dtype=torch.bfloat16)
+            backend.register_mem_pool(pool, symm=True)
+        except (AttributeError, TypeError, RuntimeError) as why:
+            if dist.get_rank() == 0:
+                print(f"{name}: not here: {str(why).splitlines()[0]}", flush=True)
+            continue
+        found[name] = group, memory
+        _POOLS.append(pool)
+    return found
+
+
+_POOLS: list[Any] = []  # that hold registered memory, to the end of the process
+
+
+def _views(memory: Any, shapes: list[Any]) -> list[Any]:
+    """Tensors of these shapes, one behind the other."""
+    found, at = [], 0
+    for shape in shapes:
+        found.append(memory[at : at + shape.numel()].view(shape))
+        at += shape.numel()
+    return found
+
+
+def _result(call: Callable[[], Any], y: Any) -> Any:
+    call()
+    return y.clone()
 
 
 def _fused_call(kind: str, x: Any, w: Any) -> Any:
