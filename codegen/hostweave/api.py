@@ -90,7 +90,7 @@ class Program:
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
 
     def _repr_html_(self) -> str:
-        """Its host IR below its name, in a notebook; a timeline is a picture there: `program.predict()`."""
+        """In a notebook, its host IR below its name; a timeline is a picture there: `program.predict()`."""
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
@@ -162,8 +162,8 @@ class Program:
         """Explains the compiler's choices.
 
         There is one line per communication with its algorithm, transport, chunks and time, and the same for the alternatives.
-        Each attention has a line that says if it is one library call. Raises ProgramError if the program was compiled from host
-        IR, where nothing is chosen.
+        Each attention has a line that says if it is one library call. Raises ProgramError if the program was compiled from host IR, because
+        nothing is chosen then.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -184,9 +184,9 @@ class Program:
         """Predicts the timeline of a call on all ranks of a machine, which need not exist: nothing is built or run.
 
         `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
-        default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by
-        name, with what the cost model chooses there. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is
-        not included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
+        default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by name. The
+        cost model then chooses anew. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is not included.
+        Returns a report: `print` shows totals, `save("f.html")` writes the page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
         program cannot run on so many ranks.
@@ -288,7 +288,7 @@ class Program:
         it together.
 
         Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same
-        input arrays and writes the same outputs. Launches and calls of the program are ordered alike. The callable keeps the
+        input arrays and writes the same outputs. Launches are ordered like calls of the program. The callable keeps the
         arrays alive, and its temporaries stay in place when later calls have larger sizes. On the CPU target it behaves the same.
         All ranks also launch it together: with one-sided communication, which needs NCCL 2.30.7 or later for this, a launch on
         one rank cannot be matched by a call on another.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # see Compiled.report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # factor on the number of compared elements if the user asks for a check
+ASKED = 10  # factor on the number of compared elements if the user requests a check
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
@@ -50,11 +50,11 @@ class Compiled:
     target: Target
     options: Options
     unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
-    variant: str = ""  # what sets a variant apart from the program that the user compiled
+    variant: str = ""  # how a variant differs from the program that the user compiled
 
     @property
     def title(self) -> str:
-        """Name of the program, and what sets it apart if it is a variant, for messages."""
+        """Name of the program for messages. A variant adds the options that differ."""
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
@@ -98,7 +98,8 @@ class Compiled:
             return None
 
     def on_ranks(self, ranks: int | Mapping[str, int], figures: Machine) -> Compiled:
-        """The same program on a mesh with other axis sizes, given by name or for its only axis, by these figures. It is not checked.
+        """The same program on a mesh with other axis sizes, given by name or for its only axis, chosen by the figures of `machine`. It is
+        not checked.
 
         Raises ProgramError for axes that the mesh does not have, and if the program cannot run on so many ranks.
         """

@@ -33,8 +33,8 @@ class Options:
       holds. Calls whose sizes a chosen loop does not divide run in sequence. `Program.explain` shows the choices.
     - `ways`: overrides choices of the cost model, by the names in `Program.explain`: `{"@ag_matmul %x_gathered": "put(8)"}`, or
       "none" for sequential execution.
-    - `machine`: figures for the cost model. By default those that `hostweave calibrate` has measured on this machine, else those of
-      H100 or H200 by the name of the GPU. Other GPUs get those of H200, and `Program.explain` says so.
+    - `machine`: figures for the cost model. By default the figures that `hostweave calibrate` measured on this machine, else the figures of
+      H100 or H200, by the name of the GPU. Other GPUs get the figures of H200, and `Program.explain` reports this.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once. By default each rank rounds
       its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster
@@ -50,7 +50,7 @@ class Options:
 
       With peer and one_sided, chunk loops use put, ring, or slices of every rank's shard, on the mesh of all ranks.
     - `windows`: names of inputs and outputs that are arrays of `group.empty`, so that one-sided communication accesses them in place.
-      A call detects such arrays and compiles a variant for them. Arrays that are named here must lie in windows.
+      A call detects such arrays and compiles a variant for them. Arrays that are named here must be in windows.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as in an
       earlier call. Later calls with these arrays launch the graph. The last 16 sets of arrays are kept; other calls run as usual.
       Outputs repeat if `out=` gives them, or if the library's allocator returns freed memory. Use it for programs of many short

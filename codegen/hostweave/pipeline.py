@@ -1,4 +1,4 @@
-"""All passes from a fusion to a host program, in order. Each pass is a function in a file of its own name."""
+"""All passes from a fusion to a host program, in order. Each pass is a function in a file of the same name."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 
 _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 
-# These passes see the whole program. Every other pass runs on each function as a program of its own, then on the main body.
+# These passes see the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Facts of the host IR, each with the pass from which on it holds, and the pass before which it ends. `LEVELS` lists those of the fusion
-# IR. A program that a user gives as host IR need not have them.
+# Facts of the host IR, each with the pass after which it holds, and the pass before which it ends. `LEVELS` lists the facts of the fusion
+# IR. A host IR program of a user need not satisfy them.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -118,7 +118,7 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. One that has chunk loops goes on after `choose_overlap`. A host program is only verified.
+    """Lowers a fusion to a host program. A fusion with chunk loops continues after `choose_overlap`. A host program is only verified.
 
     `observe(name, program)` sees every stage: first the input, under the name "input", then each pass's result. Raises
     ProgramError with the place in the user's source if the program is invalid or cannot be lowered.

@@ -62,7 +62,7 @@ class Running:
         self._lock = renewed(threading.Lock())
 
     def bind(self, held: Bound | None, arrays: ArraysByName) -> Bound:
-        """Binds these inputs in addition to those of `held`."""
+        """Binds these inputs in addition to the inputs of `held`."""
         return Bound(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class Running:
 
     @tells_shortages
     def timeline(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """Variant that runs for these arrays, and times of calls with those of the marks around its instructions."""
+        """Variant that runs for these arrays, and times of its calls and of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
@@ -289,7 +289,7 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
-        """Result of a call on all ranks of this process. They are started again if an error has stopped some."""
+        """Result of a call on all ranks of this process. They are restarted if an error has stopped some."""
         host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
         if host.windows:
             why = f"{', '.join(host.windows)}: is compiled for a window of the rank's"

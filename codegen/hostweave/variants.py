@@ -32,8 +32,8 @@ R = TypeVar("R", bound=Runner)
 class Variants(Generic[R]):
     """Variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
 
-    All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says what sets a variant
-    apart. Iterating gives all variants that exist.
+    All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says how a variant differs.
+    Iterating gives all variants that exist.
     """
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
@@ -55,7 +55,7 @@ class Variants(Generic[R]):
             variant.close()
 
     def in_sequence(self) -> R | None:
-        """The program without the chosen chunk loops; None if it has none."""
+        """The program without the chosen chunk loops; None if it has no chunk loops."""
         made = self._compiled.in_sequence
         return self._get("in sequence", lambda: made) if made is not self._compiled else None
 

@@ -44,7 +44,7 @@ class Place:
 
     @property
     def on_stream(self) -> tree.Slot | None:
-        """The stream on which its body runs, or None."""
+        """Stream of the instruction's body; None if it has none."""
         return tree.slot(self.instruction, "stream")
 
     @property
@@ -116,7 +116,7 @@ class DefUse:
         return self.types[name].strides is None
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
-        """The dim, the chunk index and the number of chunks of a view of one of equal chunks. None for other views."""
+        """Dim, chunk index and number of chunks, for a view of one of several equal chunks. None for other views."""
         source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
@@ -131,7 +131,7 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "read")}
 
     def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
-        """Alias roots that instructions write or free, including those in their bodies."""
+        """Alias roots that instructions and their bodies write or free."""
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:

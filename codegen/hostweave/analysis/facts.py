@@ -24,14 +24,14 @@ def kernels_are_single(program: ir.HostProgram) -> None:
 
 
 def nothing_is_freed(program: ir.HostProgram) -> None:
-    """Memory lives to the end, so that passes move and fuse instructions without regard to bytes that others have taken over."""
+    """Memory lives to the end, so that passes may move and fuse instructions without checking for reused bytes."""
     for i in _instructions(program):
         if names := tree.names(i, "free"):
             raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)
 
 
 def updates_are_in_place(program: ir.HostProgram) -> None:
-    """A launch or call that updates an operand has it in the memory of the result."""
+    """If a launch or call updates an operand, the operand and the result share memory."""
     kernels = {kernel.name: kernel for kernel in program.kernels}
     for part in bodies(program):
         uses = def_use(part)

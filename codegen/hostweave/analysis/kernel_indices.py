@@ -23,7 +23,7 @@ class Iteration:
     """Index space of a kernel: the loops that it needs.
 
     `indices` maps every dim of every value to its index, and dims of one element to None. Every reduction maps `kept` and `reduced` indices
-    to `kept` ones. Each result has either all indices, or the kept ones.
+    to `kept` ones. Each result has either all indices, or only the indices that are not reduced.
     """
 
     sizes: dict[str, Size]  # of every index, in the order in which the inputs name them
@@ -189,8 +189,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if each element of a result depends only on the element of an input at the same index. Both may then share memory.
 
-    A reduction reads its operands before the kernel writes. A value that varies only along kept dims is safe if it is used after the
-    reduction alone: then the thread that writes an element is the one that reads it.
+    A reduction reads its operands before the kernel writes. A value that varies only along kept dims is safe if it is used only after the
+    reduction: one thread then reads and writes the element.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of it
@@ -218,7 +218,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
-    """True if all threads of a reduction use an input, as it enters a value that differs along what is reduced."""
+    """True if all threads of a reduction use an input, because a value depends on it that varies along the reduced dims."""
     made = {read}
     for op in kernel.ops:
         if not made.isdisjoint(op.tensors):

@@ -18,7 +18,7 @@ from hostweave.base.shortages import expect_memory, tells_shortages
 T = TypeVar("T")
 
 LOOK = 0.05  # seconds between two checks of whether to continue waiting
-_THREAD_BYTES = 4 << 20  # that Python may need for a thread, beside its stack
+_THREAD_BYTES = 4 << 20  # that Python may need for a thread, in addition to its stack
 _PATIENCE = 15.0  # seconds that interrupted work has to end
 
 
@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
 
 class _Task(Generic[T]):
-    """Work that runs on a thread of its own."""
+    """Work that runs on a separate thread."""
 
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
@@ -37,10 +37,10 @@ class _Task(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_done = False
-        self.reason = ""  # reason for which the work must stop; empty while it may continue
+        self.reason = ""  # why the work must stop; empty while it may continue
 
     def begin(self) -> None:
-        expect_memory(_THREAD_BYTES)  # a thread that has none to begin with would end without a word
+        expect_memory(_THREAD_BYTES)  # a thread that cannot allocate memory would end without an error
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
         except RuntimeError:  # some Python versions cannot start threads during shutdown

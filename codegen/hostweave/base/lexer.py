@@ -113,7 +113,7 @@ class Lexer:
         self.depth -= 1
 
     def repeated(self, word: str, item: Callable[[], T]) -> tuple[T, ...]:
-        """Parses items as long as `word` stands before the next one."""
+        """Parses items while the next token is `word`."""
         items: list[T] = []
         while self.accept(word):
             items.append(item())

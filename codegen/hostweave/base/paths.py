@@ -1,6 +1,7 @@
-"""Paths of the package's files. They lie next to the code in a wheel, and at the root of a source tree.
+"""Paths of the package's files. In a wheel they are next to the code. In a source tree they are at the root.
 
-An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` has both.
+An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` includes both
+places.
 """
 
 from pathlib import Path

@@ -21,11 +21,11 @@ from hostweave.base.forks import renewed
 log = logging.getLogger("hostweave")
 log.addHandler(logging.NullHandler())
 
-_CLEAR = "\r\033[K"  # goes to the line's first column, and clears the line
+_CLEAR = "\r\033[K"  # moves to the first column, and clears the line
 
 
 class _Line:
-    """The line of the outermost work that goes on."""
+    """Line that shows the outermost work in progress."""
 
     def __init__(self) -> None:
         self.lock = renewed(threading.Lock())
@@ -61,7 +61,7 @@ def progress(what: str, steps: int = 0) -> Iterator[None]:
 
 
 def expect_steps(count: int) -> None:
-    """Adds steps to those of the work that goes on."""
+    """Adds steps to the work in progress."""
     with _line.lock:
         _line.expected += count
 

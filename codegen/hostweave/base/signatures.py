@@ -79,7 +79,7 @@ def _mistyped(
 ) -> str | None:
     """Error message for the first argument whose type does not fit its annotation.
 
-    Considers only arguments for which `of` returns True. Returns None if all fit, or if the call does not bind to the parameters at all.
+    Considers only arguments for which `of` returns True. Returns None if all fit, or if the call does not match the signature.
     """
     try:
         bound = inspect.signature(function).bind(*args, **options)

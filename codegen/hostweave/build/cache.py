@@ -36,7 +36,7 @@ EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each evi
 _LINKS = 40  # maximum links of a path, as of Linux
 _SKEW = 10**10  # nanoseconds that a file server's clock may be ahead
 _LIMIT = "10 GB"
-_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # the name of a folder in which an entry is made, or removed
+_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a folder in which an entry is created or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
@@ -364,7 +364,7 @@ _opened = itertools.count(1)
 
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock of an entry. Gives False if another process has it, and this one does not wait."""
+    """Holds the lock of an entry. Yields False if another process holds the lock and this one does not wait."""
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

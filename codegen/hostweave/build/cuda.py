@@ -126,7 +126,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def without_access() -> tuple[int, int] | None:
-    """Two GPUs of which the first cannot access the memory of the second; None if all have peer access."""
+    """Two GPUs such that the first cannot access the memory of the second; None if all have peer access."""
     driver, can = _driver(), ctypes.c_int()
     if driver is None:
         return None
@@ -156,7 +156,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90. Hopper's own instructions need sm_90a."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else the architecture of GPU 0, else sm_90. Hopper's own instructions need sm_90a."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 
@@ -196,7 +196,7 @@ def _major_of(root: Path) -> int | None:
 
 
 def _stated_major(header: Path) -> int | None:
-    """Major version from CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR, which stand near the top of long files."""
+    """Major version from CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR. Reads only the beginning of the header."""
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
     return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# Quotients have an error of up to 2 ulp: exact division takes as long as the rest of most kernels.
+# Quotients have an error of up to 2 ulp: exact division would double the time of most kernels.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same as in the host's C++ compiler
 
@@ -36,7 +36,7 @@ def _integers() -> str:
 
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together to compile
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # NVRTC needs as much time for it as for all other headers
 _INSTANCES = "// The paragraphs below are compiled each by itself.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 

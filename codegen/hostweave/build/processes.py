@@ -1,4 +1,4 @@
-"""Execution of compilers, as child processes that end with this one together with their children, or as library calls."""
+"""Runs compilers as library calls, or as child processes. These end with this process, together with their own children."""
 
 from __future__ import annotations
 

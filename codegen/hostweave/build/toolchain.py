@@ -58,7 +58,7 @@ class Toolchain:
     def link(self, objects: list[str], into: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
         """Command that links objects into a shared library whose rpath points to its libraries.
 
-        A library with a `soname` is found by that name alone, among the libraries that the process has loaded.
+        A library with a `soname` is found by this name among the libraries that the process has loaded.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         searched = (*(library.path for library in libraries if not library.soname), *self.libraries)
@@ -78,7 +78,7 @@ class Toolchain:
 class Library:
     """Library of the runtime, which exists at `path` after `make` has been called. `make` raises BuildError if it fails.
 
-    A cached library has a `soname` of its own. The loader would open a path again; by soname it finds the library that `load` has
+    Each cached library has a unique `soname`. The loader would open a path again; by soname it finds the library that `load` has
     opened and checked.
     """
 

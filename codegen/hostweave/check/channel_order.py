@@ -1,9 +1,9 @@
-"""Finds communications that must be ordered on a rank and are not: on different channels, or signals that share a counter.
+"""Finds communications of one rank that must be ordered and are not. They use different channels, or their signals share a counter.
 
 A device may start unordered communications in another order on every rank. If a transport occupies multiprocessors, each of them keeps
 part of the device while it waits for its peers. A signal is a count that the sender raises, so a signal that overtakes another is taken
-for it. Counts in transit lie in memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any order
-that its edges allow. Signals and waits keep the order of issue in all these orders.
+for it. Element counts are exchanged through memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in
+any order that its edges allow. Signals and waits keep the order of issue in all these orders.
 """
 
 from collections import defaultdict
@@ -19,16 +19,16 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others.
+    """The last communication that each rank has posted, by channel and stream. It comes after all earlier ones.
 
-    A library puts its own of one channel in order, but not kernels that exchange something by themselves.
+    A library orders its own communications of one channel, but not kernels that exchange data themselves.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
+        """Records the posts of a task that starts at `clock`. Returns earlier posts of other channels that may still run."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
@@ -43,18 +43,18 @@ class PostedCommunications:
 
 
 def takes_turns(part: Operation) -> bool:
-    """True for a signal and for a wait: a rank makes these one after another."""
+    """True for a signal and for a wait, which a rank issues one after another."""
     return isinstance(part.instruction, ir.Signalled)
 
 
 class InTurn:
-    """The last operation of each rank among those that take turns."""
+    """The last signal or wait of each rank."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Notes what a task posts that starts when `clock` is known. Gives what may still run, with the earlier one."""
+        """Records the posts of a task that starts at `clock`. Yields pairs of an earlier operation that may still run, and a later one."""
         for part in filter(takes_turns, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]
@@ -64,9 +64,9 @@ class InTurn:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs of communications that neither streams nor events of their rank order, and have to: the earlier one, the later one."""
+    """Pairs of communications that must be ordered, but that no stream or event of their rank orders: (earlier, later)."""
     alike = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    for operations in reversed(alike.values()):  # each alone: a clock has as many parts as there are streams on the ranks together
+    for operations in reversed(alike.values()):  # one rank at a time: a clock has an entry for each stream of each rank
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             if any(map(takes_turns, task.operation.communications)):
@@ -79,7 +79,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
-    """All that the order of a rank's operations follows from: that of ranks which differ in who their peers are is the same."""
+    """Key of a rank's order. It is equal for two ranks that differ in their peers only."""
     numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
     return tuple(
         [
@@ -96,10 +96,10 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """The communications, and groups of them, that some rank may run at the same time as one with which they take turns."""
+    """The communications and groups that are not ordered with another one on some rank, although they must be."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.takes_turns for channel in used) < 2 and not program.has_signals:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(tree.walk(program.body))  # a function that it calls orders those of its own
+    return found.intersection(tree.walk(program.body))  # a called function orders its own communications

@@ -24,7 +24,7 @@ from hostweave.types.mesh import Sizes, share
 if TYPE_CHECKING:
     from hostweave.check.results.results import Stages
 
-MOST_ELEMENTS = 4e6  # of a fusion whose results are compared unasked
+MOST_ELEMENTS = 4e6  # largest fusion whose results are compared by default, in elements
 
 
 def check(
@@ -36,9 +36,9 @@ def check(
 ) -> tuple[str, ...]:
     """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
 
-    With a `fusion` the results of all ranks are compared with those of the fusion, over a finite field. Returns what that leaves out:
-    lines that never ran, and kernels of the user. `stages` gives what each pass has made of the fusion, for the name of the one that is
-    to blame. Sizes at which the fusion makes more than `most_elements` are left out.
+    If `fusion` is given, the results of all ranks are compared with its results, over a finite field. Returns the parts that were not
+    checked: lines that never ran, and kernels of the user. `stages` yields the program after each pass, to name the pass that introduced a
+    fault. Sizes are skipped at which the fusion computes more than `most_elements` elements.
 
     A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
     caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
@@ -78,7 +78,7 @@ def check(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Nothing that a check builds is garbage before it ends, and then it has no circles: the collector would walk over it in vain."""
+    """Pauses the garbage collector. A check frees nothing before it ends, and leaves no reference cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -96,7 +96,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of bytes that hold something else, and what has overwritten them. If their write comes later, the race says more.
+        # The first read of bytes that another write has replaced, and that write. If the write comes later, the error about the race says
+        # more.
         self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.in_turn = InTurn()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -122,7 +123,7 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
-        for part, access in sorted(touches, key=lambda touch: touch[1].writes):  # what a task writes it has not read
+        for part, access in sorted(touches, key=lambda touch: touch[1].writes):  # a task does not read its own writes
             memory = self.memory(part, access)
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
                 self.empty = part, access, *empty
@@ -147,7 +148,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Two accesses of one task run at the same time."""
+        """Raises if two accesses of one task, which run at the same time, overlap."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
@@ -159,7 +160,7 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may read what it writes: element by element, or as its class says."""
+        """True if an instruction may write the memory that it reads: element by element, or because its class allows it."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):
@@ -172,7 +173,7 @@ class _Checker:
         return self.over[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Names what was issued later first: it is the one that fails to wait."""
+        """Raises the error of a race. It names the later operation first, because that one fails to wait."""
         if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
             touch, conflict = conflict, touch
         part, access, other = touch.part, touch.access, conflict.part
@@ -240,7 +241,7 @@ def _verb(part: Operation, access: Access) -> str:
 
 
 def _rank_of(part: Operation, access: Access) -> int:
-    """Whose memory it touches."""
+    """Rank whose memory an access touches."""
     return part.rank if access.at is None else access.at
 
 

@@ -1,9 +1,9 @@
 """Happens-before: the operations of all ranks as tasks, simulated in an order that every legal schedule allows.
 
 A stream runs its tasks in order, a wait runs after its record or signal, and a communication ends when the other side has started.
-Two orders are kept apart. What a task may rely on for its data, its vector clock (Fidge 1988, Mattern 1989), comes from streams,
-events and arriving data. Whether every task can run depends on that and on the order in which a rank posts its communications: where a
-transport holds multiprocessors a device may run them one after the other, whatever their streams.
+There are two orders. A task's vector clock (Fidge 1988, Mattern 1989) says which data it may rely on. It follows from streams, events and
+arriving data. The order in which a rank posts its communications also decides whether every task can run. If a transport occupies
+multiprocessors, a device may run them one after another, even on different streams.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Clock = list[int]  # a vector clock: for each stream of each rank, how many of i
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that reaches a task from others: all that those knew when they started is known when the task ends."""
+    """Data that a task receives from others. When it ends, its clock includes the clocks with which those started."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -29,23 +29,23 @@ class Arrival:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of a stream. The first of each rank's caller is what the caller's stream was given before the call."""
+    """The `number`-th operation of a stream. The first task of the caller's stream stands for all work before the call."""
 
     operation: Operation
     stream_id: int
     number: int
-    after: list[tuple[Task, str]] = field(default_factory=list)  # what must have ended before this starts, and why
-    waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
-    meets: list[Task] = field(default_factory=list)  # what must have started before this ends
-    met_by: list[Task] = field(default_factory=list)  # whose `meets` this is in
+    after: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, and the reasons
+    waits: list[Task] = field(default_factory=list)  # the part of `after` that is on other streams
+    meets: list[Task] = field(default_factory=list)  # tasks that must start before this one ends
+    met_by: list[Task] = field(default_factory=list)  # tasks with this one in `meets`
     events: list[Arrival] = field(default_factory=list)
-    followers: list[Task] = field(default_factory=list)  # whose `after` this is in
-    blocked: int = 0  # by how many of `after`
-    expected: int = 0  # how many of `meets` have not started
+    followers: list[Task] = field(default_factory=list)  # tasks with this one in `after`
+    blocked: int = 0  # number of `after` that have not ended
+    expected: int = 0  # number of `meets` that have not started
     started: bool = False
     ended: bool = False
-    at_start: Clock = field(default_factory=list)  # where a communication needs it
-    at_end: Clock = field(default_factory=list)  # where another stream waits for it
+    at_start: Clock = field(default_factory=list)  # set if a communication needs it
+    at_end: Clock = field(default_factory=list)  # set if another stream waits for it
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Order:
 
     instances: Instances
     tasks: list[Task]
-    callers: list[Task]  # by rank: what came before the call
+    callers: list[Task]  # by rank: the work before the call
     clocks: list[Clock]
 
 
@@ -110,7 +110,7 @@ def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
     events: dict[tuple[Operation, ...], Arrival] = {}
     parts = [tasks[part] for part in meeting.parts]
     for part, task in zip(meeting.parts, parts, strict=True):
-        # A sender learns nothing from the recv: a small message may be gone before the other side starts.
+        # A sender learns nothing from the recv: a small message may be sent before the other side starts.
         sources = meeting.sources(part)
         if any(tasks[source] is not task for source in sources):
             events.setdefault(sources, Arrival([tasks[source] for source in sources]))
@@ -123,7 +123,7 @@ def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
-    """Every task as it starts, with what is known then. Raises ProgramError where some tasks wait for one another."""
+    """Yields each task as it starts, with its clock. Raises ProgramError if some tasks wait for one another."""
     ready = deque(task for task in order.tasks if not task.blocked)
     while ready:
         task = ready.popleft()
@@ -158,12 +158,12 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.blocked -= 1
         if not follower.blocked:
             ready.append(follower)
-    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # circles, which only the collector would free
+    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # reference cycles
         links.clear()
 
 
 def _deadlock(order: Order, task: Task) -> Exception:
-    """Follows what each task waits for until it comes back to one of them."""
+    """Follows the tasks that wait for one another until one repeats, and returns the error."""
     path: list[tuple[Task, str]] = []
     seen: dict[Task, int] = {}
     while task not in seen:

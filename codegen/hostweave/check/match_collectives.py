@@ -50,13 +50,13 @@ class MatchedCollective:
 
 
 def meetings(instances: Instances) -> list[MatchedCollective]:
-    """Every transfer of one call.
+    """All transfers of one call.
 
     Raises ProgramError for a send without a recv of its count and dtype, for a recv without a send, and likewise for signals and waits.
-    Raises it, too, if the collectives of a process group's ranks differ in kind, order, count, dtype, reduction or root.
+    Also raises ProgramError if the collectives of a process group differ between ranks in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
-    pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # of a channel, sender, receiver, number
+    pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # by channel, sender, receiver and number
     collectives: dict[ChannelGroup, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for part in (part for operations in instances.ranks for operation in operations for part in operation.communications):
         posts = part.instruction.posts
@@ -78,7 +78,7 @@ def channel_of(part: Operation) -> ChannelGroup:
     return part.channel.name, part.process_group
 
 
-_ALONE = {  # what is wrong where one stands alone, and the remedy
+_ALONE = {  # the fault if one side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, and would take it for the next one", "add the wait"),
@@ -156,11 +156,12 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 
 
 def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) -> None:
-    """Raises ProgramError for a program with signals in which ranks wait for one another if each device runs all streams as one queue.
+    """Raises ProgramError if ranks would wait for one another when each device runs all streams as one queue. Checks programs with signals
+    only.
 
-    A wait for a signal holds up the hardware queue that its stream shares with others: of as many as CUDA_DEVICE_MAX_CONNECTIONS says,
-    which may be 1. A queue is in the order in which the host issues. Signals do not add up in a CUDA graph, where the next one of a
-    sender and number is not given before the one before it has been waited for.
+    A wait for a signal blocks a hardware queue, which several streams may share. CUDA_DEVICE_MAX_CONNECTIONS gives the number of queues,
+    which may be 1. A queue runs in the order of issue. In a CUDA graph signals do not accumulate: a sender raises a signal again only after
+    the receiver has waited for the last one.
     """
     signals = [meeting for meeting in met if meeting.is_signal]
     if not signals:
@@ -175,7 +176,7 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # Posts count as soon as they are reached. A wait blocks the instructions behind it until its signal arrives.
+                # Posts count as soon as they are reached. A wait blocks the instructions after it until its signal arrives.
                 met_here = [(part, meeting_of[part]) for part in parts if part in meeting_of]
                 reached.update(part for part, meeting in met_here if not meeting.is_signal)
                 awaited = [other for part, meeting in met_here for other in meeting.awaited(part)]

@@ -21,16 +21,17 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a regi
 
 
 class Pieces:
-    """A buffer in pieces. Every access covers whole pieces: bytes that are always accessed together form one, even if apart."""
+    """A buffer in pieces. Bytes that are always accessed together form a piece, even if they are not adjacent. Every access covers whole
+    pieces."""
 
     def __init__(self, size: int, places: frozenset[ByteBlocks]):
         runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
         cuts = sorted({0, size}.union(*(cut for of in runs.values() for cut in of)))
-        number_of = {cut: number for number, cut in enumerate(cuts)}  # of the segment that begins there
+        number_of = {cut: number for number, cut in enumerate(cuts)}  # position of a cut -> number of the segment that begins there
         segments = {place: [i for start, end in of for i in range(number_of[start], number_of[end])] for place, of in runs.items()}
         piece_of, count = [0] * (len(cuts) - 1), 1
         for covered in segments.values():
-            inside: dict[int, int] = {}  # of each piece so far the part that this access covers
+            inside: dict[int, int] = {}  # piece -> bytes of it that this access covers
             for segment in dict.fromkeys(covered):
                 before = piece_of[segment]
                 if before not in inside:
@@ -52,8 +53,8 @@ def _place(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, in pieces.
 
-    Tasks must be added in an order that respects happens-before. For each piece the last write is kept, and the last read
-    of each stream since then. A task ordered after those is ordered after all earlier accesses.
+    Tasks must be added in an order that respects happens-before. For each piece it keeps the last write, and the last read of each stream
+    after that write. A task that is ordered after these accesses is ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
@@ -67,12 +68,12 @@ class Memory:
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
-        # Which generation a piece was filled in; an input is filled from the start.
+        # The generation of each piece that was filled. An input is filled from the start.
         self.filled = [0 if root.role == "input" else -1] * count
-        self.freed: set[int] = set()  # executions of the allocate
+        self.freed: set[int] = set()  # executions of the allocate whose memory was freed
 
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
-        """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
+        """Records an access of a task that starts at `clock`. Returns an earlier conflicting access that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
         fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
         for piece in self.covered(region):
@@ -92,7 +93,7 @@ class Memory:
         return None
 
     def unfinished(self, clock: Clock) -> TaskAccess | None:
-        """An access that may still run when `clock` is known."""
+        """An access that is not known to have ended at `clock`."""
         touches = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 

@@ -22,12 +22,12 @@ StreamInPool = tuple[str, int]  # ("ring", 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteLayout:
-    """How a view lies in its buffer: shape and strides in elements, and the same bytes as rows of one run each."""
+    """Layout of a view in its buffer: shape and strides in elements, and its bytes as rows of contiguous runs."""
 
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]  # (how many, bytes apart), outermost first
+    rows: tuple[tuple[int, int], ...]  # (number, stride in bytes), outermost first
     run: int  # bytes
 
     @property
@@ -37,7 +37,7 @@ class ByteLayout:
 
     @property
     def in_order(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of its dims: equal for two layouts in which the elements, in order, are at the same places."""
+        """Sizes and strides of its dims: equal for two layouts that put the elements, in order, at the same offsets."""
         merged: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if merged and merged[-1][1] == size * stride:
@@ -47,7 +47,7 @@ class ByteLayout:
 
 
 def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
-    """Byte offset of each run of rows from the first one."""
+    """Byte offset of each run, relative to the first one."""
     found = [0] if run else []
     for how_many, step in rows:
         found = [start + i * step for start in found for i in range(how_many)]
@@ -55,7 +55,7 @@ def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """The layout of a strided view: dims that follow one another without a gap become one, the innermost one the run."""
+    """The layout of a strided view: adjacent dims are merged, and the innermost dim becomes the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -71,21 +71,20 @@ def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> By
     return ByteLayout(dtype, shape, strides, tuple(reversed(rows)), run)
 
 
-ALWAYS = sys.maxsize  # a generation after all others
+ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
     """Bytes of a root buffer of one rank: an input, an output or an allocation.
 
-    Generations number its contents: each execution of the root's allocate begins one, and so does each result that takes donated memory
-    over.
+    Generations number its contents: each execution of the root's allocate begins a generation, as does each result in donated memory.
     """
 
     root: str
     offset: int  # bytes
     layout: ByteLayout
-    generation: int  # of what is written here, and the first one that may be read
-    last: int = ALWAYS  # the last one that may be read
+    generation: int  # generation that is written, or the first that may be read
+    last: int = ALWAYS  # the last generation that may be read
 
 
 class Access(NamedTuple):
@@ -93,7 +92,7 @@ class Access(NamedTuple):
     region: ByteRegion
     reads: bool
     writes: bool
-    at: int | None = None  # the rank whose memory it is; None: that of the operation
+    at: int | None = None  # rank that owns the memory; None: the rank of the operation
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -108,21 +107,21 @@ class Operation:
     stream: StreamInPool | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
     accesses: tuple[Access, ...] = ()
-    channel: ir.Channel | None = None  # of a communication
+    channel: ir.Channel | None = None  # set for a communication
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
-    members: tuple[Operation, ...] = ()  # of a group
-    waits: tuple[Operation, ...] = ()  # what must be done before it starts, besides what its stream holds
-    frees: tuple[Operation, ...] = ()  # of an allocate: the deallocates whose bytes it may get, the last of each stream
+    members: tuple[Operation, ...] = ()  # operations of a group
+    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before it starts
+    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate of each stream whose bytes it may reuse
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """The communications that this operation posts: a group's members, or itself, or none."""
+        """The communications that this operation posts: the members of a group, the operation itself, or none."""
         return self.members if self.members else (self,) if self.process_group else ()
 
     @property
     def takes_turns(self) -> bool:
-        """True if a device runs its operations one after another with those of other channels."""
+        """True if a device may run it one after another with communications of other channels."""
         return any(part.channel.takes_turns for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
@@ -132,7 +131,7 @@ class Operation:
 
 
 def instruction_text(instruction: tree.Instruction) -> str:
-    """An instruction on one line; of one with a body only the head."""
+    """An instruction on one line. If it has a body, only its head."""
     return instruction.lines()[0].removesuffix(" {") or "the caller before the next call"
 
 
@@ -151,7 +150,7 @@ class Root:
 
 @dataclass(frozen=True)
 class Instances:
-    """The operations of every rank, in the order in which its host issues them, its buffers, and the sizes that hold for it."""
+    """The operations of every rank in the order of issue, its buffers and its sizes."""
 
     program: ir.HostProgram
     sizes: tuple[RankSizes, ...]
@@ -160,6 +159,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """The error for a fault of `program` that shows in one concrete execution, placed at the user's line where that is known."""
+    """The error for a fault that was found in one execution of `program`. It names the user's line if that is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

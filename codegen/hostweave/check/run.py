@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
 
 
 class Held(NamedTuple):
-    """Place of a buffer, and the contents of its memory that it stands for."""
+    """Offset of a buffer in its memory, and the generation of the contents."""
 
     root: str
     offset: int  # bytes
@@ -63,7 +63,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """State of one rank."""
+    """State of one rank during the run."""
 
     program: ir.HostProgram
     rank: int
@@ -72,9 +72,9 @@ class Run:
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(init=False)  # of each root the last one that has begun
+    generations: dict[str, int] = field(init=False)  # root -> the last generation that has begun
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
-    kept: dict[StreamInPool, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
+    kept: dict[StreamInPool, Operation] = field(default_factory=dict)  # the same, for memory that no other stream gets before the join
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()
     steps_taken: int = 0
@@ -94,7 +94,7 @@ class Run:
         return self.places[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
-        """The bytes that lie so in a buffer, so many bytes after its beginning."""
+        """The bytes of a buffer with this layout, `further` bytes after its beginning."""
         root, offset, generation, last = self.place(name, instruction)
         return ByteRegion(root, offset + further, layout, generation, last)
 

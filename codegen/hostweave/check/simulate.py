@@ -24,18 +24,18 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # of the loops of one rank
+MAX_STEPS = 2**16  # steps of all loops of one rank
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
-    """Runs the control flow of `program` for every rank of its mesh, in so many calls in a row.
+    """Runs the control flow of `program` for every rank of its mesh, for `calls` consecutive calls.
 
-    Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
+    Raises ProgramError if a size does not divide, or if an index, a peer or a root is out of range.
     """
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
-    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # one for all ranks that hold as much
+    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # one for all ranks with the same local sizes
     local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         local_sizes.append(RankSizes(sizes, program.mesh, rank))
@@ -78,9 +78,9 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
-        self.own: dict[str, bool] = {}  # of each allocation that is known here: whether every stream has its own
-        self.block: ir.OnStream | None = None  # the stream block around
-        self.loops: tuple[ir.For, ...] = ()  # around, outermost first
+        self.own: dict[str, bool] = {}  # allocation -> True if every stream has its own copy
+        self.block: ir.OnStream | None = None  # the enclosing stream block
+        self.loops: tuple[ir.For, ...] = ()  # the enclosing loops, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
             for parameter in parameters:
                 self.define(parameter.name, program.local_type(parameter), None)
@@ -105,7 +105,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
+        """A body. Its memory is freed at its end, including memory that only some ranks allocate."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
@@ -124,7 +124,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
+    loops = [loop.out for loop in b.loops], joining  # loops in which memory may be reused that other streams have freed
 
     def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
@@ -132,7 +132,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
         run.places[i.out] = Held(root, 0, generation)
         claim = Access(i.out, ByteRegion(root, 0, whole, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # in a loop, later instructions of the body have run in the iteration before
+        if generation:  # in a loop, later instructions of the body ran in the previous iteration
             steps = dict(run.steps)
             for stream, last in run.kept.items():
                 then = dict(last.steps)
@@ -164,7 +164,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
     distance = b.size(i.stride(type), i) * source.dtype.itemsize if result.count else 0
     count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
-    spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # where there is nothing it may begin anywhere
+    spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # an empty slice may begin anywhere
 
     def step(run: Run) -> None:
         value = where(run.environment)
@@ -179,7 +179,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
 
 
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
-    """Operations of an inlined call, if this rank has it."""
+    """Operations that bind a parameter of an inlined call, if this rank holds it."""
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:
@@ -205,7 +205,7 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Whatever reads and writes memory: compute, collectives, send and recv. What a rank computes by has its values in the operation."""
+    """Instructions that read and write memory: compute, collectives, send and recv. The operation holds the values of their expressions."""
     build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -217,8 +217,8 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# Effects by role of a field: the instruction reads its buffers, writes them, and they are the peer's. A deallocate claims its
-# buffer as an allocate does: whoever uses those bytes next must come after it.
+# Effects by role of a field: reads, writes, is on the peer. A deallocate counts as an access like an allocate: the next use of those bytes
+# must come after it.
 _TOUCHES = {
     "read": (True, False, False),
     "update": (True, True, False),
@@ -236,13 +236,13 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
 
 
 def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
-    at_root: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # what the root touches, and any rank where there is none
-    elsewhere: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # what a rank touches that is not the root
+    at_root: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the root, or of every rank if there is no root
+    elsewhere: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the other ranks
     for field_name, role in tree.roles(type(i)).items():
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # A peer may hold more or less of what is named: as much is moved as there is room for here.
+        # A peer's block may be larger or smaller. The size of the local block decides how much is moved.
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -277,7 +277,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
 
 
 def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
-    """All that the peer has, which is its block of what is shared here."""
+    """The whole block of the peer."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     whole, group = b.layouts[dst], operation.process_group
@@ -429,7 +429,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: Run) -> None:
         outer = run.steps
         run.steps_taken += count
-        if run.steps_taken > MAX_STEPS:  # all that a rank does is kept in memory
+        if run.steps_taken > MAX_STEPS:  # all operations of a rank are kept in memory
             why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

@@ -17,28 +17,27 @@ from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
 
-SizeSteps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
+SizeSteps = dict[str, tuple[int, int]]  # size -> (its divisor, or 0 if it is fixed; its smallest value)
 
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every size of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
+    """Small sizes at which every derived size of `program` is an integer: {'M': 12, 'K': 2, 'N': 2}.
 
-    A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
-    where that need not be, if the rest allows it.
+    A size that counts the steps of a loop is large enough to use each stream twice. Dims are shared evenly where possible.
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
+    least = {name: size for name, (_, size) in steps.items()}  # if no sizes fit, the error is raised at these
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
-MOST_CALLS = 4  # of a repeat: a first one, a last one, and one or two between, as what is carried takes turns in two buffers
-USUAL = 4096  # the least value of a size that is not given
+MOST_CALLS = 4  # of a repeat: the first, the last, and one or two between, because carried values alternate between two buffers
+USUAL = 4096  # smallest value of a size that is not given
 
 
 def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that are given, and for others 4096, or the next size that every size can be cut from."""
+    """The given sizes. Other sizes are 4096, or the next value that divides as required."""
     least, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
@@ -57,7 +56,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # parts and blocks are whole at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
+            # A multiple of the divisor always fits. A size that is a single name needs one.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
@@ -65,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """The least depth of the parity of `count` at which the first, the last and all named tensors of groups and stacks are there."""
+    """The smallest depth with the parity of `count` that has the first, the last and all named tensors of groups and stacks."""
     types, stated = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -78,23 +77,24 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(fitting, count)
 
 
-MOST_STEPS = (16, 256, 4096)  # of a size from its least on, in one search and the next
-MOST_TRIES = 2**14  # in a search
+MOST_STEPS = (16, 256, 4096)  # values of a size that are tried, from the smallest on, in consecutive searches
+MOST_TRIES = 2**14  # per search
 
 
 def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes that slices, sums of sizes and divisors of means allow, each from its least on by its step; None where none are found."""
+    """Sizes that fit slices, sums of sizes and divisors of means; None if none are found. Each is tried in steps, from its smallest
+    value."""
     wanted = [(size, 0) for size in not_negative(program)]
     wanted += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
-    wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes go by the rank
+    wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes depend on the rank
     return next(filter(None, (_search(sizes, list(dict.fromkeys(wanted)), steps) for steps in MOST_STEPS)), None)
 
 
 def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """One size after the other, each taken back where those behind it do not fit."""
+    """Backtracking search: chooses one size after another, and revises a choice if no later size fits."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}  # by the last symbol of each size
+    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}  # grouped by the last symbol of each size
     for size, least in wanted:
         if size.symbols:
             decided[max(size.symbols, key=names.index)].append((size, least))
@@ -119,27 +119,27 @@ def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dic
 
 
 ROOM, SHARD = 3, 2  # elements of a dim, at least, and of each shard
-MOST_ELEMENTS = 2**14  # of all buffers of a rank, up to which every dim has room; beyond it those that cost little
-NEAR = 64  # times as large
-LITTLE = 1.5  # times as many
+MOST_ELEMENTS = 2**14  # if all buffers of a rank have at most so many elements, every dim is enlarged; otherwise only dims that add few
+NEAR = 64  # largest ratio to the minimal size
+LITTLE = 1.5  # largest ratio of elements
 
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tuple[dict[str, int], ...]:
-    """Small sizes that ranks share evenly, ones that they do not where that may be, and larger ones where a condition is on sizes.
+    """Small sizes that ranks share evenly, sizes that they share unevenly if allowed, and larger sizes for conditions on sizes.
 
-    Conditions that need sizes more than `most_times` as large are left as they are.
+    Conditions that need sizes over `most_times` as large are skipped.
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     deciding = {name for condition in conditions for name in _decides(condition)}
     least = _roomy(program, deciding)
     small = (least, *_uneven(program, least))
-    times: dict[str, int] = {}  # of the least size
+    times: dict[str, int] = {}  # multiple of the minimal size
     for condition in conditions:
         found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
         if larger := [name for name, factor in found.items() if 1 < factor <= most_times]:
-            name = min(larger, key=lambda name: (name not in times, found[name]))  # one of them is enough
+            name = min(larger, key=lambda name: (name not in times, found[name]))  # one size is enough
             times[name] = max(times.get(name, 1), found[name])
     if not times:
         return small
@@ -149,7 +149,7 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
 
 @ir.analysis
 def sizes_of_results(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """The sizes to check, without those that are far larger. `with_far_branches` does what the program does there."""
+    """The sizes to check, without much larger ones. `with_far_branches` covers the code for those."""
     return sizes_to_check(program, NEAR)
 
 
@@ -206,7 +206,7 @@ def _decides(condition: Expr) -> list[str]:
 
 
 def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
-    """How many times larger a size has to be for a condition to be what it is not at the least sizes; 1 if it never is."""
+    """Factor by which a size must grow for a condition to flip; 1 if it never flips."""
 
     def holds(times: int) -> int:
         return compiled(condition, RankSizes({**least, name: least[name] * times}, least.mesh))({})
@@ -217,13 +217,13 @@ def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
 def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for those that ranks may share unevenly.
 
-    Each is another one, because the transpose of a square looks like its inverse. Some rank has two elements of each, because the sum of
-    one is its maximum.
+    The sizes differ, because the transpose of a square looks like its inverse. Some rank has two elements of each dim, because the sum of
+    one element is also its maximum.
     """
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
-    ranks = dict.fromkeys(program.uneven, 1)  # most that share a size
+    ranks = dict.fromkeys(program.uneven, 1)  # largest number of ranks that share a size
     for dim_size in all_sizes(program):
         for atom in dim_size.atoms:
             if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:
@@ -245,7 +245,7 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
 
 
 def all_sizes(program: ir.HostProgram) -> Iterator[Size]:
-    """Everything about the program's memory and loops that must be whole."""
+    """All sizes of the program's memory and loops that must be integers."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape
     for _, type in ir.defined_types(program):

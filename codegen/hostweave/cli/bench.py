@@ -28,7 +28,7 @@ def known() -> list[str]:
 
 
 def listed() -> Iterator[dict[str, str | bool]]:
-    """Each benchmark: its name, what it measures, and what this machine lacks for it."""
+    """Each benchmark: its name, its purpose, and the requirements that this machine lacks."""
     for name in known():
         about = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
         lacks = _lacking(name) or ""
@@ -36,9 +36,9 @@ def listed() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
+    """Runs the named benchmarks, or all for which this machine has enough GPUs. Returns the first exit status that is not 0.
 
-    Raises HostweaveError for an unknown name, or a benchmark that needs more GPUs than there are, or a package that is not installed.
+    Raises HostweaveError for an unknown name, or if a benchmark needs more GPUs or a package that is missing.
     """
     status = 0
     chosen, begin = names or known(), perf_counter()
@@ -57,7 +57,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _lacking(name: str) -> str | None:
-    """Names the need of a benchmark that this machine does not meet; None if it can run."""
+    """Names the need of a benchmark that this machine does not meet; None if nothing is missing."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

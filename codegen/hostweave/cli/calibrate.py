@@ -1,4 +1,4 @@
-"""`hostweave calibrate`: measures the figures of the cost model on the GPUs of this machine, by programs of its own."""
+"""`hostweave calibrate`: measures the figures of the cost model on the GPUs of this machine."""
 
 import statistics
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from hostweave.types.machine import H200, KB, MB, Link, Machine
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 8192, 7168), (8192, 3584, 8192), (8192, 1024, 8192))
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
-COLUMNS = 4096  # of what is gathered
-BUSY = 5e-4  # seconds of the smallest gather, above which something else uses the GPUs
+COLUMNS = 4096  # bytes of the gathered tensor
+BUSY = 5e-4  # if the smallest gather takes more seconds, another program uses the GPUs
 
 
 def calibrate() -> Iterator[str]:
-    """Measures and keeps the figures, with a line for each as it goes.
+    """Measures and stores the figures, and prints a line for each.
 
-    Raises BuildError where there is no GPU, or not all that a build needs, ExecutionError where something else uses the GPUs.
+    Raises BuildError if there is no GPU or a build tool is missing, ExecutionError if another program uses the GPUs.
     """
     gpus = cuda.gpus()
     if not gpus:
@@ -48,7 +48,7 @@ def calibrate() -> Iterator[str]:
 
 
 def _computing(machine: Machine) -> Machine:
-    """The machine with the figures of what one GPU does alone."""
+    """The machine with the figures of a single GPU."""
     launch = _seconds(_negated(), {"M": 1, "K": 128})
     copied = 256 * MB
     memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)

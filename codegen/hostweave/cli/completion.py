@@ -1,4 +1,4 @@
-"""`hostweave completion`: scripts by which shells complete commands and options."""
+"""`hostweave completion`: scripts that complete commands and options in shells."""
 
 import argparse
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
-    """Runs a program of examples/seeds.py on `ranks` ranks, and prints what it is. Returns 0 if all ranks match NumPy."""
+    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and its C++. Returns 0 if all ranks match NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -80,7 +80,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
             block = want[block_of(value.type, fusion.mesh, rank, want.shape)]
             errors = np.abs(got.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
-            error = float(np.max(errors, initial=0.0))  # NaN where the program gave NaN
+            error = float(np.max(errors, initial=0.0))  # NaN if the program returned NaN
             worst = max(worst, error) if error == error else float("inf")
             if error <= 1:
                 matching[f"{name} {list(got.shape)}"] += 1
@@ -96,7 +96,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
 
 
 def repetitions_in(seconds: float, a_call: float) -> int:
-    """How often a call of `a_call` seconds is measured: at least once, and as often as `seconds` allow."""
+    """Number of measured calls of `a_call` seconds each that take about `seconds`: from 1 to MAX_REPETITIONS."""
     return max(1, min(MAX_REPETITIONS, int(seconds / a_call)))
 
 

@@ -1,4 +1,4 @@
-"""`hostweave doctor`: what is installed on this machine, and how to install what is missing."""
+"""`hostweave doctor`: lists installed and missing requirements, and how to install them."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from hostweave.targets.target import NAMES, find_target
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """Each thing that a target needs, and what was found of it. Texts of what is missing end in what to install."""
+    """Each requirement of a target, and what was found. The text of a missing requirement ends with the package to install."""
     yield "python", f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     yield "compiler", _or_why_not(_compiler, "missing")
     for target in NAMES:

@@ -16,7 +16,7 @@ from hostweave.types.tensor import DTYPES
 
 
 def show(text: str, language: str) -> None:
-    """Prints a text, with colours where stdout is a terminal. `language` is cpp or ir."""
+    """Prints a text, with colours if stdout is a terminal. `language` is cpp or ir."""
     print(highlighted(text, language) if has_colours() else text, end="")
 
 
@@ -32,7 +32,8 @@ def highlighted(text: str, language: str) -> str:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """The lexer of both IRs. Its words are those of the tables that print and parse them; what neither IR has is an Error token."""
+    """The lexer of both IRs. Its keywords come from the tables of the printers and parsers; text that is in neither IR is an Error
+    token."""
     parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     stated = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")

@@ -38,11 +38,11 @@ from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
 from hostweave.types.machine import Network
 
-_HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
+_HEADER = re.compile(r"\w+ @(\w+)\(")  # head of a function, kernel or program in the text of an IR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, or prints the help where there is none. A mistake of the user is one line on stderr and exit status 1."""
+    """Runs one command, or prints the help if none is given. A mistake of the user is one line on stderr and exit status 1."""
     parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         parser.print_help()
@@ -276,7 +276,7 @@ def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
 
 
 def _changes(stages: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The first stage, and of each other one what differs from the one before, as a unified diff."""
+    """The first stage, then a unified diff from each stage to the next."""
     yield "# ---- {}\n{}".format(*stages[0])
     for (before, old), (after, new) in itertools.pairwise(stages):
         lines = "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), before, after))

@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offsets, one for each stream that has one; the lines of the host IR from its first to its last use."""
+    """A temporary: its offsets, one for each stream that has a copy; the lines of the host IR from its first to its last use."""
 
     name: str
     type: str
@@ -33,7 +33,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`peak` is what the arena takes, `bound` the most bytes that are in use at one moment: less will never do."""
+    """`peak` is the size of the arena, `bound` the largest number of bytes in use at one time: less will never do."""
 
     rows: tuple[MemoryRow, ...]
     peak: int
@@ -41,7 +41,7 @@ class MemoryPlan:
 
 
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """The plan that `prepare` makes on a rank, by the same planner. Raises ProgramError where a size does not divide."""
+    """The plan that `prepare` makes on a rank, by the same planner. Raises ProgramError if a size does not divide."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
     placed = replay.events.place()
     lines, rows = line_numbers(program), []
@@ -82,7 +82,7 @@ class ArenaEvents:
         return slice(self.count - count, self.count)
 
     def allocate(self, own: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """For buffers of these bytes each, or for the workspace of matmuls where that is -1."""
+        """For buffers of these sizes in bytes; -1 stands for the workspace of matmuls."""
         self.events.append((3 if in_window else 0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, own: slice) -> None:
@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """The matmuls that run on the caller's stream, which brings no workspace of its own."""
+    """The matmuls on the caller's stream, which has no workspace."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
@@ -166,7 +166,7 @@ def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.Host
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
-    """For each of its `bodies`, the line of the text that each instruction begins on, in the order of `tree.walk`."""
+    """For each body, the first line of each instruction in the text, in the order of `tree.walk`."""
     lines: list[list[int]] = []
 
     def number(body: tree.Body, line: int) -> int:
@@ -189,7 +189,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """The program with its lines numbered, and where its memory lies. Sizes that are not given are 4096, or what can be divided.
+    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are 4096, or the next size that divides as
+    required.
 
     Raises HostweaveError for names that the program does not have.
     """
@@ -208,7 +209,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
-    """The first rank, and the first of those that are on other meshes."""
+    """The first rank of each set of ranks that are on the same meshes."""
     meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:

@@ -48,7 +48,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Copies between strided views and what a communication reads or writes."""
+    """Copies between strided views and the buffers of a communication."""
     posted = {
         name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in (*tree.names(i, "read"), *tree.names(i, "write"))
     }
@@ -61,7 +61,7 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
 
 
 def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Copies into donated memory, of what could not be made there."""
+    """Copies of results into donated memory that could not be computed in place."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         if copy.dst in donated:
@@ -80,5 +80,5 @@ def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    """At these sizes. One that is a quotient which does not divide is rounded down."""
+    """At these sizes. A quotient that does not divide is rounded down."""
     return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
     """Runs a Python file as a module, with top-level assignments such as `D = 8` replaced by `constants`.
 
-    Raises HostweaveError where the file is not there, is no Python, or has no such constant, MissingPackage if an import finds nothing.
+    Raises HostweaveError if the file is missing, is not Python or lacks a constant, MissingPackage if an import fails.
     """
     try:
         tree = ast.parse(_text(path), str(path))
@@ -34,10 +34,10 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if missing:
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
-    folder = str(path.resolve().parent)  # where `python FILE` finds what it imports, too
+    folder = str(path.resolve().parent)  # `python FILE` also searches its folder for imports
     sys.path.insert(0, folder)
     before = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module  # where dataclasses look up what their annotations name
+    sys.modules[module.__name__] = module  # dataclasses look up names of annotations there
     try:
         exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
     except ModuleNotFoundError as error:
@@ -58,7 +58,7 @@ def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
     """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind.
 
-    `seeds:NAME` is in the examples that come with the package, as all of their files are.
+    `seeds:NAME` is in examples/seeds.py of the package; its other examples work alike.
     """
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):

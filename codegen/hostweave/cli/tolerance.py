@@ -15,7 +15,7 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
-_IN_A_ROW = 512  # terms, at most, that count as added up one after the other
+_IN_A_ROW = 512  # largest number of terms that count as added sequentially
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     """How far a result of this dtype may be from the exact one, for inputs of magnitude about 1 and of either sign.
 
     `reduction_length` n is the number of products or elements that one result is summed from; `terms` D the number of
-    partial sums, one a rank, that are rounded to the dtype before they are added up; `scores` the sum of m c over softmaxes on the way.
-    Zero for integers and bools.
+    partial sums, one a rank, that are rounded to the dtype before they are added up; `scores` is the sum of m c over the softmaxes that
+    lead to the value. Zero for integers and bools.
 
     With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
     - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
@@ -54,7 +54,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """How far a value of the fusion may be from the exact one at these sizes, whatever leads to it.
+    """Largest error of a value of the fusion at these sizes, for any way to compute it.
 
     Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
     """
@@ -74,11 +74,11 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
 
 def _added(length: int) -> float:
-    """Returns how many additions, one after the other, err as much as a sum of this length."""
+    """Returns the number of sequential additions that have the same error as a sum of this length."""
     return min(length, sqrt(length * _IN_A_ROW))
 
 
-@lru_cache(maxsize=1)  # each output of a program asks for it
+@lru_cache(maxsize=1)  # computed once for all outputs of a program
 def with_terms(fusion: Fusion) -> Fusion:
     """The program without calls, with its shardings and the terms that they leave."""
     options = Options()

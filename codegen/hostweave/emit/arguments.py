@@ -42,10 +42,10 @@ class CheckedArgument:
     again: bool  # check the shape again once its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
-    parameter: str  # of the program; of a group this is its first tensor
+    parameter: str  # of the program; the first tensor, for a group
     path: str  # in the struct of inputs or outputs
-    on: str = ""  # true on the ranks that hold it; empty if all do
-    memory: str = ""  # of an output: path of the input that was donated for it
+    on: str = ""  # C++ condition that a rank holds it; empty if all do
+    memory: str = ""  # for an output: path of the input that was donated for it
     donated: str = ""  # the parameter there
 
     @property
@@ -83,7 +83,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """Tensors of groups that are passed in turn, checked in a loop."""
+    """Checks the tensors of groups in a loop."""
 
     index: str
     count: int

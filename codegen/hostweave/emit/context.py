@@ -90,7 +90,7 @@ class ProgramContext:
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.structs = tuple(structs_of(program, names))
-        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # of each group
+        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # of each process group
         self.passed: dict[str, tuple[Passed, ...]] = {f.name: passed_to(program, f.name, self.structs) for f in program.functions}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
@@ -107,15 +107,15 @@ class ProgramContext:
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # by what they compute, apart from names
+        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their text without names
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # by kernel and buffer types
         self.temporaries: dict[Begin, Temporary] = {}
-        self.needs_workspace = False  # of cuBLASLt, for matmuls on the caller's stream
+        self.needs_workspace = False  # workspace of cuBLASLt for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
         """Launch of the kernel for buffers of these types; their strides are part of its code.
 
-        Two kernels that differ only in names share one definition, which has the name of the first.
+        Kernels that differ only in names share one definition, named after the first.
         """
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
@@ -158,7 +158,7 @@ class ProgramContext:
         return self.flags[ranks][0]
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """Condition for which a plan is needed: the flag of the ranks of one submesh, and one condition of sizes. Empty if always."""
+        """Condition under which a plan is needed: the flag of the ranks of one submesh, and one condition of sizes. Empty if always."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}

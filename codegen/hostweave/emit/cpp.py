@@ -48,7 +48,7 @@ def compute_type(dtype: DType) -> str:
 
 
 class Word(str):
-    """C++ text of one word, such as a local variable, which needs neither parentheses nor another name."""
+    """C++ text of one word, such as a local variable. It needs no parentheses."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Notes the names of sizes and coordinates in the texts of the `with` block, apart from those of the block around it."""
+        """Collects the names of sizes and coordinates that are printed in the `with` block. An enclosing block does not get them."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -134,7 +134,7 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
-        """Key of a size in which numbers stand for `atoms`: sizes with equal keys have texts that differ in names only."""
+        """Key of a size in which numbers replace `atoms`: sizes with equal keys have texts that differ in names only."""
 
         def of(factor: Factor) -> tuple[object, ...]:
             own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)

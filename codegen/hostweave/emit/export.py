@@ -41,7 +41,7 @@ def export(
 ) -> None:
     """Writes a CMake project to `folder`: the library, the runtime's sources, and a main.cpp that runs, checks and times it.
 
-    With a `wheel` the project is also a Python package, of which `pip wheel` makes a wheel.
+    With `wheel` the project is also a Python package, from which `pip wheel` builds a wheel.
 
     `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
     as a string. Both are compiled for `machine`. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError

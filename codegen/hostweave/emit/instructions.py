@@ -42,7 +42,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits one body: the program's, or that of a function, which is given as a program of its own."""
+    """Emits one body: of the program, or of a function, which is passed as a program."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -64,16 +64,16 @@ class Emitter:
         self.windows: set[str] = set()  # temporaries in windows
 
     def body(self, body: tree.Body) -> str:
-        """C++ of a body. Source lines of the user stand as comments above their instructions."""
+        """C++ of a body. Source lines of the user become comments above their instructions."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
-        """The comments and the C++ of each instruction that has some."""
+        """The comments and the C++ of each instruction that emits code."""
         body = _joined(body)
         for number, i in enumerate(body):
             lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join ends the work above it
             before, self.comments = self.comments, lines or self.comments
-            continued = len(before) if self.comments[: len(before)] == before else 0  # these lines stand above already
+            continued = len(before) if self.comments[: len(before)] == before else 0  # lines that were already printed
             shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
             code = self.instruction(i, last=i is body[-1])
             if code:
@@ -391,7 +391,7 @@ class Emitter:
         return local if each == Size() else f"{local} * {self.integers.factor(each)}"
 
     def shared(self, name: str, along: int) -> str:
-        """A dim that the ranks of a channel share, and the number of elements per index of it."""
+        """A dim that is sharded over a channel, and the number of elements per index."""
         shape = self.type_of(name).shape
         return self.integers.shape((shape[along], product(shape[:along] + shape[along + 1 :])))
 
@@ -435,7 +435,7 @@ class Emitter:
 
     @contextmanager
     def given_sizes(self, condition: Expr) -> Iterator[None]:
-        """Notes a condition of sizes alone for the plans that are emitted inside the `with` block."""
+        """Applies a condition on sizes to the plans that are emitted inside the `with` block."""
         before = self.sizes_given
         if all(isinstance(leaf, Const | Symbol) for leaf in leaves(condition)):
             self.sizes_given = " && ".join(filter(None, (before, self.expr(condition))))
@@ -481,7 +481,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 
 def _comment(location: Location) -> str:
-    """Source line as a one-line C++ comment. Ends in nothing that would continue the comment on the next line."""
+    """Source line as a one-line C++ comment. Makes sure that the last character does not continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."

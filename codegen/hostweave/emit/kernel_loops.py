@@ -66,7 +66,7 @@ TEMPLATES = {
     ir.BY_BLOCK_LANES: _OF_BLOCK_LANES,
     ir.BY_CLUSTER_LANES: replace(_OF_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # threads of a block that is alone on its multiprocessor, so that the compiler may use all registers
+ALL_REGISTERS = 1024  # threads of a block, if the multiprocessor runs no other block, so that it may use all registers
 
 
 class LoopPrinter:
@@ -184,7 +184,7 @@ class LoopPrinter:
     # --- offsets ---
 
     def terms(self, place: str) -> list[tuple[str, Size]]:
-        """Indices that address an element, or the first one of a vector, each with its stride."""
+        """Indices of an element, or of the first element of a vector, each with its stride."""
         loops = self.ir
         kept = [(self.names[dim], loops.stride(place, dim)) for dim in loops.kept]
         kept = [(self.element, ONE)] if loops.is_linear(place) else kept
@@ -230,7 +230,7 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """The printer with a name for the outermost size, before the sizes that it stands for."""
+    """A printer that also knows the name of the outermost size, and prefers it to the sizes that it replaces."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -152,7 +152,7 @@ def _tensor(number: int, parameter: Parameter, argument: CheckedArgument, mesh: 
 
 
 def _kind(structs: Structs) -> tuple[str, int]:
-    """Sort key: what they are, and how many."""
+    """Sort key: their types and number."""
     return structs.field, structs.count
 
 
@@ -167,7 +167,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(parameter: Parameter, program: Mesh) -> str:
-    """First rank that holds the same shard of an output, computed at run time. Rank r itself if no formula gives it."""
+    """First rank that holds the same shard of an output, computed at run time. Rank r itself, if no formula computes the holder."""
     mesh = parameter.type.mesh_in(program)
     if not parameter.type.axes:
         return str(mesh.all_ranks[0])

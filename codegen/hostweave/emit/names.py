@@ -63,7 +63,7 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name of `name`, which differs from all names in `apart`. Names of different kinds are different names.
+        """C++ name of `name`, different from all names in `apart`. Names of different kinds are different names.
 
         Pass a kind that identifies the value if the name is composed, such as `M_x`, and may be the name of another value.
         """

@@ -52,7 +52,7 @@ class Section:
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
-        """Stores results at the end of the section. No load follows the first store, because a result may lie over an input."""
+        """Stores results at the end of the section. All loads precede the first store, because a result may overlap an input."""
         values = [(name, self.stored(self.kernel.made[name])) for name in results]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
@@ -109,7 +109,7 @@ class Section:
         return self.texts[name]
 
     def operands(self, name: str) -> Iterator[str]:
-        """Operands of a value in this scope, if the value is an expression of all of them."""
+        """Operands of a value, if all are in this scope and the value is an expression of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED:
             yield from (o for o in op.tensors if not self.outer or o not in self.kernel.ir.outside)
@@ -154,7 +154,7 @@ class Section:
         return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
-        """C++ of a value, and True if the text is short enough to stand inside another expression."""
+        """C++ of a value, and True if the text is short enough to be nested in another expression."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
             element = self.element(name)
@@ -188,7 +188,7 @@ class Section:
         return self.kernel.template(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
-        """C++ of an op, and its dtype before the conversion to that of the result."""
+        """C++ of an op, and its dtype before conversion to the dtype of the result."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
@@ -261,14 +261,14 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def is_total(self, op: Op) -> bool:
-        """True if the value of an op is an accumulator as it is."""
+        """True if the value of an op is an accumulator without conversion."""
         combine = OPS[op.kind].combine
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
     def total(self, op: Op) -> tuple[str, DType]:
         """C++ of a reduction's result, and the dtype of its accumulator."""
         source = self.kernel.types[op.tensors[0]].dtype
-        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # a reduction of one element
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # a reduction over one element
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:

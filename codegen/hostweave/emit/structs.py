@@ -14,14 +14,14 @@ from hostweave.types.group import ParameterGroup
 
 @dataclass(frozen=True, eq=False)
 class Structs:
-    """Groups of inputs or of outputs that are passed in turn, as one array of structs."""
+    """Groups of inputs or outputs that are passed as one array of structs."""
 
     side: str  # in, out
     struct: str  # C++ type
     field: str  # the array, a field of the program's inputs or outputs
     groups: dict[str, ParameterGroup]  # by the name of the parameter
     members: dict[str, str]  # C++ names
-    argument: str  # C++ name of one struct, as a parameter of a function that takes others
+    argument: str  # C++ name of a struct, as a parameter of a function
 
     @property
     def word(self) -> str:
@@ -53,7 +53,7 @@ class Structs:
 
 
 def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
-    """The arrays of structs of a program's inputs, and those of its outputs."""
+    """The arrays of structs for a program's inputs, and for its outputs."""
     for side, parameters in (("in", program.inputs), ("out", program.outputs)):
         for struct, of_struct in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
             groups = {p.name: p.group for p in of_struct if p.group}
@@ -71,12 +71,12 @@ class Passed:
     """A struct that each call of a function takes, and the members that are its parameters."""
 
     structs: Structs
-    parameter: str  # of the C++ function
+    parameter: str  # name of the C++ function
     members: dict[int, str]  # position of a parameter of the function -> name of the group
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """The structs that all calls of a function take: the same members as the same parameters, of one element of the array."""
+    """The structs that all calls of a function take: the parameters of a function, taken from one element of the array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

@@ -56,7 +56,7 @@ def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int
 
 
 def _blocks(program: ProgramSources, type: TensorType, rank: int) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Per dim the number of pieces and those that the rank holds; None if it holds nothing."""
+    """For each dim the number of pieces, and the pieces that the rank holds; None if it holds nothing."""
     mesh = type.mesh_in(program.mesh)
     if not holds(type, program.mesh, rank):
         return None

@@ -2,7 +2,7 @@
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-For a gather outside of loops, put(1) fills one buffer. put(8) leaves 8 shards apart, for a matmul that reads them one after another.
+For a gather outside of loops, put(1) fills one buffer. put(8) keeps 8 shards separate, for a matmul that reads one after another.
 """
 
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class Stream:
     `choose_overlap` puts the value into a `ChunkLoop`. Before, the stream also says what the loop shall be:
 
     - `chunks` is the number of iterations. None is one iteration per index, which drops the dim inside the loop.
-    - `chunking` is that of the loop. None if it has not been chosen yet.
+    - `chunking` is the chunking of the loop. None if it has not been chosen yet.
     """
 
     dim: int
@@ -168,7 +168,7 @@ class ChunkLoop:
     - `steps` is the number of iterations. If `drops_dim`, each one takes a single index and drops the dim.
     - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every shard).
     - `rotation` is the block that a rank takes first in a loop by shard: `local_first`, `local_last` or None.
-    - `gathered` is a value that is gathered outside of the loop, of which each iteration takes one shard, or "".
+    - `gathered` is a value that is gathered outside of the loop; each iteration takes one shard of it. "" if there is none.
     """
 
     ops: tuple[Op, ...]

@@ -94,7 +94,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """The results of all calls, then all tensors that these take of what is carried, and all that they give."""
+    """The results of all calls, then all tensors of the carried values that the calls take, and all that they return."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

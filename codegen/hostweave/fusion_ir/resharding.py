@@ -1,4 +1,4 @@
-"""Reshard planning: what one collective can change, and the sequence of collectives that moves the fewest bytes."""
+"""Reshard planning: the change that one collective can make, and the sequence of collectives that moves the fewest bytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -163,7 +163,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Legs of a reshard: itself, or two if a dim changes to or from zigzag. Between them a rank has all of the dim and reorders its pieces.
+    """Legs of a reshard: itself, or two if a dim changes to or from zigzag. Between the steps a rank holds the whole dim, and reorders its
+    pieces.
 
     In both legs, pieces are numbered in rank order.
     """
@@ -326,7 +327,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Permutations to the target, or of one dim's axes. Every dim keeps its number of blocks."""
+    """Permutations of all ranks' blocks to the target, or of one dim's axes. Every dim keeps its number of blocks."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]

@@ -95,7 +95,7 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
     """Replaces some symbolic sizes by ints. Results keep the shardings of `outputs`, whose types are symbolic.
 
-    Raises ProgramError if a quotient is no int at these sizes.
+    Raises ProgramError if a quotient is not an int at these sizes.
     """
 
     def known(type: TensorType) -> TensorType:
@@ -120,7 +120,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # whose shardings the functions give that are repeated
+    groups = made.returned or (None,) * len(made.outputs)  # whose shardings the repeated functions determine
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
@@ -139,7 +139,7 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
 
 
 def inlined(fusion: Fusion) -> Fusion:
-    """Inlines all calls, those of repeats one by one, before the first pass.
+    """Inlines all calls, including each call of a repeat, before the first pass.
 
     Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
     """

@@ -134,7 +134,8 @@ def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim of a label can be split like `dim`. Labels of blocks always can, since each rank has one block of any length."""
+    """True if another dim of a label can be split like `dim`. Labels of blocks can always be split, because each rank has one block of any
+    length."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 

@@ -1,4 +1,4 @@
-"""The calls of repeats one by one, for what reads a program op by op and has no need of its size."""
+"""Unrolls repeats into single calls, for code that reads a program op by op and may be large."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,7 +67,7 @@ class _Unrolling:
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
         taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
         firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
-        whole = results + len(function.inputs)  # from here on: all tensors that the calls give of what is carried
+        whole = results + len(function.inputs)  # from here on: all tensors of a carried value that the calls return
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
         for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
@@ -77,7 +77,7 @@ class _Unrolling:
             for at, first in firsts.items():
                 taken[at] = self.elements[op.tensors[at]][call - 1] if call else self.same.get(first, first)
             for index in given:
-                if index >= results and names[index] in self.returned:  # an output has an op of its own
+                if index >= results and names[index] in self.returned:  # each output has a separate op
                     given[index][call] = self.returned[names[index]][call]
                     type = unsharded(function.inputs[index - results].type)
                     yield Op("copy", (taken[index - results],), Value(given[index][call], type), location=op.location)

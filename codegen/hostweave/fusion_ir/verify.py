@@ -163,7 +163,7 @@ def _verify_further_results(body: Fusion) -> None:
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value. Before `choose_overlap` it asks for a loop; in a loop it names the dim alone, and the algorithm."""
+    """Checks the stream of a value. Before `choose_overlap` it requests a loop. Inside a loop it has only the dim and the algorithm."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states its dim alone, and its algorithm; write stream(0)", op.location)
@@ -186,7 +186,7 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
 
 
 def _verify_loops(fusion: Fusion) -> None:
-    """Checks what chunk loops state: their steps, chunking and rotation, and the gather of which they take one shard per step."""
+    """Checks what chunk loops state: their steps, chunking and rotation, and the gather that delivers one shard per step."""
     for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
         if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
             raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)

@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Scope:
-    """A body under construction, and the views visible in it: those for all ranks, and those of the current `on` body."""
+    """A body under construction, and the views visible in it: instructions for all ranks, and instructions of the current `on` body."""
 
     def __init__(self) -> None:
         self.instructions: list[tree.Instruction] = []
@@ -40,7 +40,7 @@ class _Scope:
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
         self._program, self._channels = program, channels  # channels of the whole program, by name
-        self.transports = transports  # preferred transports first; a channel gets the first one that carries what it needs
+        self.transports = transports  # preferred transports first; a channel gets the first transport that supports its instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
@@ -168,7 +168,7 @@ class Builder:
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of the channel of the current mesh along `axes`, on a transport that carries what is needed."""
+        """Name of the channel of the current mesh along `axes`, on a transport that supports the needed instructions."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
@@ -315,7 +315,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh and unnests equal ones. `mesh` is that of the body around."""
+    """Merges consecutive `on` bodies of one mesh and unnests equal ones. `mesh` is the mesh of the enclosing body."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

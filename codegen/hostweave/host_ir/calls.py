@@ -12,7 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a program, callees before callers, then the program itself. Each has only what it uses."""
+    """Every function as a program, callees before callers, then the program itself. Each function lists only the kernels, events and
+    channels that it uses."""
     if not program.functions:
         return (program,)
     parts = [
@@ -64,9 +65,9 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Makes one program of bodies: the last one, with the others as its functions.
+    """Makes one program of bodies: the last function becomes the program, and the others its functions.
 
-    Equal kernels are merged. Other kernels, and events, get unique names. Each stream pool has the size of its largest use.
+    Equal kernels are merged. Other kernels and events get unique names. Each stream pool has the size of its largest use.
     """
     program = parts[-1]
     if len(parts) == 1:

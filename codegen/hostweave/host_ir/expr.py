@@ -44,7 +44,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the current mesh: the program's, or that of the `on` body."""
+    """Coordinate of this rank along an axis of the current mesh: of the program, or of the `on` body."""
 
     axis: str
     text = "rank.{axis}"

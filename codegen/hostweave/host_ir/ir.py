@@ -1,7 +1,8 @@
-"""The host IR: what the CPU of one rank does, in order. All ranks share one program; the rank is a run-time value.
+"""The host IR: the calls that the CPU of one rank makes, in order. All ranks share one program; the rank is a run-time value.
 
 Each instruction is a dataclass. Its `syntax` line drives the printer and the parser. Analyses, passes and the check
-use only its traits and the roles of its fields: what it defines, reads, frees, forks. So they need no change for a new instruction.
+use only its traits and the roles of its fields: what an instruction defines, reads, frees and forks. So they need no change for a new
+instruction.
 
 An instruction outside all `stream` blocks runs on the caller's stream.
 """
@@ -58,7 +59,7 @@ class Parameter:
 class Kernel:
     """A fused kernel of pointwise and reduction ops on local tensors. Its ops see row-major tensors.
 
-    `ends` is the reason for which it is not fused with its consumers.
+    `ends` is the reason why it is not fused with its consumers.
     """
 
     name: str
@@ -256,7 +257,7 @@ class HostProgram:
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes that each call gives: all but the depths."""
+        """Names of the symbolic sizes that each call gives: all sizes except depths of repeats."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:
@@ -269,12 +270,12 @@ class HostProgram:
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks signal each other. Such counts go on from one call to the next."""
+        """True if ranks signal each other. Such counts continue from one call to the next."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property
     def libraries(self) -> frozenset[str]:
-        """Libraries that it links besides those of all programs."""
+        """Libraries to link in addition to the libraries of every program."""
         return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:

@@ -1,6 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-Roles of fields tell what an instruction does to what they name. Traits are class variables or properties.
+The role of a field says what the instruction does to the named buffer or event. Traits are class variables or properties.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 INDENT = "  "
 
-# Roles of fields: what the instruction does to what they name. Use `names` to find the names of a role.
+# Roles of fields: effect of the instruction on the named object. Use `names` to find the names of a role.
 Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
 Viewed = Annotated[str, "view"]  # name of a view that it defines
 Index = Annotated[str, "index"]  # name of an integer that it defines
@@ -84,13 +84,13 @@ class Instruction:
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Libraries that a program with it links besides those of all programs."""
+        """Libraries that a program with it links, in addition to those of every program."""
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that it defines, given those of earlier buffers.
+        """Types of the buffers and views that it defines, given the types of earlier buffers.
 
-        Raises ValueError if there is no such view.
+        Raises ValueError if the view is impossible.
         """
         return {}
 
@@ -109,7 +109,7 @@ class Instruction:
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Senders whose data a rank of the process group receives, out of all that read."""
+        """Ranks of the process group whose data a rank receives."""
         return readers
 
     @property
@@ -129,7 +129,7 @@ class Instruction:
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """Condition that selects the first of its bodies, or None if it runs each."""
+        """Condition that selects the first of its bodies; None if it runs all of them."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
@@ -365,8 +365,8 @@ class AliasRoots:
     """Alias roots of the names that a walk has seen so far. If sibling bodies use a name twice, the last one counts."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, str] = {}  # of each view, its first source
-        self._roots: dict[str, tuple[str, ...]] = {}  # of each view, all its roots
+        self._sources: dict[str, str] = {}  # view -> its first source
+        self._roots: dict[str, tuple[str, ...]] = {}  # view -> all its roots
 
     def define(self, instruction: Instruction) -> None:
         """Records the definitions of an instruction."""
@@ -386,7 +386,7 @@ class AliasRoots:
         return self._sources.get(name)
 
     def of(self, name: str) -> str:
-        """Alias root of a name: the parameter or allocation behind it, the first of several."""
+        """Alias root of a name: the parameter or allocation that it views; the first, if there are several."""
         while name in self._sources:
             name = self._sources[name]
         return name

@@ -28,7 +28,7 @@ class Measured:
         self._take(self._kept())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms: for each problem, those of the lowest rank that has measured it.
+        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that has measured it.
 
         `gather` returns the records of all ranks, by rank.
         """

@@ -18,7 +18,7 @@ from hostweave.types.zigzag import Zigzag
 def in_order(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Inputs of a call in the order of the parameters, from positional and named arguments, without those that are bound.
+    """Inputs of a call in the order of the parameters, from positional and named arguments, without bound inputs.
 
     Raises ArgumentError with the names of program and argument if one is missing, unknown, bound or given twice.
     """

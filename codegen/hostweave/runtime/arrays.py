@@ -114,7 +114,7 @@ def library_of(array: Array) -> ArrayLibrary:
         return _CUPY
     if package in ("jax", "jaxlib"):
         return _JAX
-    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # does not call what the library wrote
+    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # does not call code of the library
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
 
@@ -224,7 +224,7 @@ class _AnyDLPack(NumpyLibrary):
     def __init__(self, array: Array):
         try:
             namespace = array.__array_namespace__()
-        except Exception:  # whatever a library of others raises
+        except Exception:  # any exception of another library
             namespace = np
         self._namespace = namespace if hasattr(namespace, "from_dlpack") else np
 
@@ -234,7 +234,7 @@ class _AnyDLPack(NumpyLibrary):
     def accept(self, array: Array) -> Array:
         try:
             return np.from_dlpack(array)
-        except Exception as error:  # the library may raise anything
+        except Exception as error:  # the library may raise any exception
             raise TypeError(f"its library's DLPack fails ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
 
     def give(self, array: Array) -> Array:
@@ -309,7 +309,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """Returns True if a tensor has storage of its own. Wrapper and meta tensors have none; some raise when asked."""
+    """Returns True if a tensor has storage. Wrapper and meta tensors have no storage; some raise when asked."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # fake tensors warn if they are asked for their address
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

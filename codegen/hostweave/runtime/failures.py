@@ -20,7 +20,7 @@ from hostweave.types.tensor import Shape
 
 ABORTING = 15.0  # maximum seconds for aborting
 TELLING = 1.0  # seconds for the store to take a message to the other ranks
-_ANSWER = 1.0  # seconds for the other ranks to answer where they stand
+_ANSWER = 1.0  # seconds in which the other ranks must report their positions
 _STORE = 10.0  # seconds for the store to answer whether the group has failed
 
 
@@ -103,7 +103,7 @@ class FallibleGroup:
         interruptibly(fail)
 
     def _say_why(self, reason: str) -> None:
-        self.meeting.note(to_note(self.stands()))  # first: nobody stands anywhere after an abort
+        self.meeting.note(to_note(self.stands()))  # first: ranks have no position after an abort
         self.meeting.fail(reason)
 
     def interrupted(self, reason: str) -> None:
@@ -157,12 +157,12 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks about the next meeting, for these sizes of a call or for a program's first call."""
-        if not self.in_process:  # threads notice by themselves which of them is late
+        """Announces the next meeting to the watchdogs of the other ranks, for these sizes of a call or for a program's first call."""
+        if not self.in_process:  # threads detect a late thread without a message
             self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
+        """Message if this rank has begun a call although another rank waits for it in a meeting before this call; otherwise None."""
         if (announced := self.meeting.announced()) is None:
             return None
         meeting, text = announced
@@ -180,7 +180,7 @@ class FallibleGroup:
         return [program.stand() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
-        """Tells the other ranks why the group has failed, and says where each stands. Takes about a second at most."""
+        """Tells the other ranks why the group has failed, and reports the position of each. Takes about a second at most."""
 
         def notes() -> list[str | None]:
             self.meeting.note(to_note(self.stands()))
@@ -192,6 +192,6 @@ class FallibleGroup:
             lines += describe([from_note(note) if note else None for note in within(_ANSWER + TELLING, notes)])
         except TimeoutError:
             lines.append("  the store in the process of rank 0 does not answer")
-        except Exception as error:  # whatever it is, the channels have to be aborted
+        except Exception as error:  # the channels must be aborted after any exception
             lines.append(f"  {error}")
         return "\n".join(lines)

@@ -17,7 +17,7 @@ class CommonGraphs:
 
     Signals of graphs are counted separately from those of calls, so all ranks must decide alike. A rank only knows if its own
     arrays repeat, but all ranks make the same calls. So the ranks meet before calls 3, 5, 9, 17 and so on. Each says if nearly
-    all of its calls since the last meeting used arrays that it had seen. If all say so, calls are graphs until the next meeting;
+    all of its calls since the last meeting used arrays that it had seen. If all ranks do, calls are graphs until the next meeting;
     a rank captures a new graph for new arrays. Otherwise they are plain calls until then.
     """
 
@@ -74,7 +74,7 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """Array that the last launch wrote, or a tuple of them. They are always in the same memory."""
+        """Array that the last launch wrote, or a tuple of them. Their addresses do not change."""
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:

@@ -177,7 +177,7 @@ class Group(FallibleGroup):
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of the ranks, as far as they have told each other."""
+        """Number of hosts of the ranks, as far as known."""
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
@@ -189,12 +189,12 @@ class Group(FallibleGroup):
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Splits the group: ranks that give the same `color` form a new group, ordered by `key`, then by their rank here.
 
-        All ranks of the group call it together. A rank that gives None as its color gets None. Call programs in the new group by
+        All ranks of the group call it together. A rank with color None gets None. Call programs in the new group by
         `program(x, group=part)`; several such groups work at once. The new group has its own channels, fails independently, and
         is closed with this one.
 
         Raises ArgumentError if a color or key is not an int, and in a group of `hw.Communicators`, whose ranks exchange no
-        messages. Raises ExecutionError if the group has failed, or if another rank calls something else or does not come in time.
+        messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
@@ -222,7 +222,7 @@ class Group(FallibleGroup):
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
         """Allocates a contiguous, uninitialised array of this rank in a window: memory that the other ranks access directly.
 
-        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs with the
+        All ranks call it together, with the same dtype, for `target` "cpu" or "cuda". Shapes may differ. Programs with the
         transports peer and one_sided read such inputs from their peers and write such outputs in place; other arrays are copied.
         For one argument, all ranks must pass arrays from the same call of `empty`, or parts of them that begin at the same
         offset. The first call of a program with a new set of arguments in windows compiles it for these.
@@ -299,10 +299,10 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Exchanges what each rank is about to do, which must be the same on all. Returns the signatures of all ranks, by rank.
+        """Compares the next action of all ranks, which must be the same. Returns the signatures of all ranks, by rank.
 
-        Raises `error`, if given, after the exchange. Raises ExecutionError if another rank fails, is about to do something else,
-        or times out; `waits_for` is appended to that message.
+        Raises `error`, if given, after the exchange. Raises ExecutionError if another rank fails, has a different action, or times out;
+        `waits_for` is appended to that message.
         """
         try:
             records = self._gathered(str(signature), timeout)
@@ -498,7 +498,7 @@ def _close_all() -> None:
 
 
 def _ended_by() -> str | None:
-    """Exception by which this process ends, or None. At an interactive prompt the user has seen it already, so it does not count."""
+    """Exception that ends this process, or None. At an interactive prompt the user has seen it already, so it does not count."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # processes of multiprocessing end while it propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None

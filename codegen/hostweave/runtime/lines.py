@@ -10,7 +10,7 @@ from types import ModuleType
 from hostweave.base.errors import ExecutionError
 
 _PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # without the user's line before it
-_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # above what a line of the user's became
+_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the code of a user's line
 
 
 def with_users_lines(text: str, module: ModuleType) -> str:
@@ -27,13 +27,14 @@ def with_users_lines(text: str, module: ModuleType) -> str:
 
 
 def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
-    """Does so in the message of an error."""
+    """Replaces lines of the program in the message of an error."""
     error.args = (with_users_lines(str(error), module), *error.args[1:])
 
 
 @cache
 def _users_lines(file_of_module: str) -> dict[int, str]:
-    """The user's line of each line of the program beside a module: that of the comment above it, as far as the next empty line."""
+    """The user's line of each line of the program beside a module: the line in the comment above it. A comment applies until the next empty
+    line."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()
     except OSError:  # the cache was cleared

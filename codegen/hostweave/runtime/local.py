@@ -74,7 +74,7 @@ class LocalProgram:
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # shapes of the last call
         self._staged: Any = None  # calls of `Program.run`
-        self._bound_spans: tuple[Span, ...] = ()  # of all ranks, for the last call
+        self._bound_spans: tuple[Span, ...] = ()  # sizes of all ranks, for the last call
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[CpuSchedule, Any] | None = None
 
@@ -193,7 +193,7 @@ class LocalProgram:
                 self._open()
                 handle = self.arguments.handle(stream, taken.library)
                 self._compare(taken, shapes)
-                if self._meets and not self.target.is_asynchronous:  # the CPU device would take a late rank for one that never comes
+                if self._meets and not self.target.is_asynchronous:  # the CPU device cannot tell a late rank from one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
                 self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
 
@@ -278,7 +278,8 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
-        """Decides with the other ranks if this call and the following ones are graphs. They are not if some rank cannot capture."""
+        """Decides with the other ranks if this call and the following ones are graphs. Calls are not captured if some rank cannot
+        capture."""
         unseen = native.unseen
         wants = common.wants(unseen) and (common.agreed or self._can_capture(native, taken, addresses))
         answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)

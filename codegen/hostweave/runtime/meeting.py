@@ -66,7 +66,7 @@ class Meeting:
         return None
 
     def announce(self, text: str) -> None:
-        """Tells the watchdogs of the others that this rank goes to the next meeting."""
+        """Tells the watchdogs of the other ranks that this rank enters the next meeting."""
 
     def announced(self) -> tuple[int, str] | None:
         """Number of the last announced meeting, and the text of the announcement."""
@@ -192,13 +192,13 @@ class ThreadTable:
         self.threads = tuple(threads)  # by rank
         self.changed = threading.Condition()
         self.number = 0  # number of finished meetings
-        self.records: dict[int, str] = {}  # of the current meeting
-        self.result: list[str] = []  # of the last meeting
+        self.records: dict[int, str] = {}  # messages in the current meeting
+        self.result: list[str] = []  # messages of the last meeting
         self.left: dict[int, int] = {}  # rank that has left -> number of calls that it made
         self.absent: list[int] = []  # absent ranks when the first rank timed out; the others then time out too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
-        self.answers: dict[int, Callable[[], str | None]] = {}  # what each rank says when it is asked
+        self.answers: dict[int, Callable[[], str | None]] = {}  # functions that report the position of each rank
 
     def finish(self) -> None:
         """Ends a meeting after all ranks have come."""
@@ -315,9 +315,9 @@ class CallSignature:
 
     program: str
     mesh: str
-    digest: str  # of everything that determines the program
-    shapes: tuple[Shape, ...] = ()  # of the rank's inputs, for a call
-    spans: tuple[Span, ...] = ()  # of the rank's arguments, if ranks are threads of one process
+    digest: str  # hash of everything that determines the program
+    shapes: tuple[Shape, ...] = ()  # shapes of the rank's inputs, for a call
+    spans: tuple[Span, ...] = ()  # addresses of the rank's arguments, if ranks are threads of one process
     error: str = ""
     bound: str = ""  # digest of the bound inputs, which shapes and spans omit
     windows: tuple[tuple[int, int], ...] = ()  # places of arguments in windows

@@ -72,7 +72,7 @@ class Threads:
             raise ArgumentError(f"hw.Threads: {count!r} ranks; the number must be from 1 to {MOST_THREADS}")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
-        self.tables: dict[str, ThreadTable] = {}  # of groups, by epoch
+        self.tables: dict[str, ThreadTable] = {}  # groups by epoch
         self.parts: dict[str, Threads] = {}  # providers of split groups, by name
         self.lock = threading.Lock()
         self._store = MemoryStore()
@@ -154,7 +154,7 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Makes ranks raise where they wait and in their next call, and waits briefly for their threads."""
+        """Makes waiting ranks raise, and others in their next call. Waits briefly for their threads."""
         self.fail(why)
         deadline = time.monotonic() + _PATIENCE
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ class Threads:
 
 
 class SplitProvider:
-    """Some of the ranks of another provider, which are processes, renumbered in this order."""
+    """Some ranks of another provider, renumbered in this order. The ranks are processes."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
         self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
@@ -298,7 +298,7 @@ class MPI:
 class Communicators:
     """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
 
-    A pointer is an ncclComm_t as an int, and must outlive the group. There is no store, so calls of the ranks are not compared:
+    A pointer is an ncclComm_t as an int, and must outlive the group. Without a store, calls of the ranks are not compared:
     the application must make sure that all ranks call the same programs.
 
     Example: `hw.init(hw.Communicators({"x": pointer}, rank, count))`.
@@ -363,7 +363,7 @@ def _own_hosts() -> list[str]:
 
 Environ = Mapping[str, str]
 
-# Away from usual values of MASTER_PORT, and below the ephemeral ports.
+# Differs from usual values of MASTER_PORT, and is below the ephemeral ports.
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16

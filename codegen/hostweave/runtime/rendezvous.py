@@ -36,7 +36,7 @@ class JoinedRank:
 class World:
     """Ranks of a group that has been made."""
 
-    prefix: str  # of its keys; unique, also among earlier groups of the same name
+    prefix: str  # prefix of its keys; unique, also among earlier groups of the same name
     epoch: str
     entries: tuple[JoinedRank, ...]  # by rank
 
@@ -51,7 +51,7 @@ class World:
 
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
-    """Waits for all ranks of the group. Raises ExecutionError on all of them if some do not come or expect another number of ranks."""
+    """Waits for all ranks of the group. Raises ExecutionError on all ranks if some do not come or expect another number of ranks."""
     prefix = f"hostweave/{quote(group, safe='')}"
     entry = JoinedRank(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout

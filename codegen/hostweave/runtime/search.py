@@ -65,7 +65,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
-    """Alternatives of a choice that were run, with the time of the whole program in microseconds."""
+    """Measured alternatives of a choice, each with the time of the whole program in microseconds."""
     by_time = sorted(choice.ways, key=lambda way: way.micros)
     wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
     programs = [make({**taken, choice.name: way.name}) for way in wanted]

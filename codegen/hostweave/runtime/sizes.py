@@ -27,7 +27,7 @@ class CallSizes(NamedTuple):
 class LastSizes:
     """Sizes of the last call of a program, or of one of its variants, on one rank of a group.
 
-    Ranks compare sizes when a call has other sizes than the call before it. If their sizes are consistent, all ranks compare at
+    Ranks compare sizes when the sizes of a call differ from those of the previous call. If their sizes are consistent, all ranks compare at
     the same calls. A rank that compares announces it. If another rank has begun that call without comparing, its watchdog finds
     the announcement and fails the group.
     """
@@ -141,7 +141,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], taken: Taken) -> str | None:
-        """Difference between another rank's sizes of a call and those that this rank has taken for it, or None."""
+        """Difference between another rank's sizes of a call and the sizes that this rank has used for it, or None."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(taken)})
 
     def _gathered(self, call: int, record: str) -> list[str]:
@@ -157,7 +157,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """First input whose size differs between these ranks, with what each of them passes."""
+        """First input whose size differs between these ranks, with the size on each."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.of_all[index] for sizes in given.values()}) == 1:
                 continue

@@ -42,7 +42,7 @@ class Stand:
     begun: list[tuple[str, list[int], int]] = field(default_factory=list)  # collectives, by channel and ranks of its process group
 
     def has_come(self, rank: int, call: int, stream: dict[str, Any]) -> bool:
-        """True if this rank has come to the communication that a stream of `rank` waits in, in that call."""
+        """True if this rank has reached the communication in which a stream of `rank` waits, in the same call."""
         if self.call != call:
             return self.done >= call
         if stream["edge"] == "collective":
@@ -128,7 +128,7 @@ def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
 
 
 def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
-    """Ranks that have not come, with the known state of each."""
+    """Ranks that have not arrived, with the known state of each."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue

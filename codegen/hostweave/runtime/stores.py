@@ -79,7 +79,7 @@ _RETRY = 0.05  # seconds between attempts to connect
 _GRACE = 10.0  # seconds for an answer to arrive, and for a client to authenticate
 _MOST_SECONDS = 1e8  # maximum seconds to wait for an answer; fits every clock
 _BACKLOG = 256
-_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; the oldest beyond it is dropped
+_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; beyond it, the oldest connection is closed
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
 
 Address = tuple[str, int]
@@ -212,7 +212,7 @@ class TcpStore:
         self.idle: list[socket.socket] = []
         self._will: socket.socket | None = None
         self._closed = False
-        self.patience = _GRACE  # seconds for the server to answer, beyond the time that a request waits there
+        self.patience = _GRACE  # seconds in which the server must answer, in addition to the time that a request waits
         self.address, connection = self._find(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 

@@ -36,7 +36,7 @@ class BoundTable:
     taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # cache of earlier calls, by the keys of all arrays
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """Shapes of all inputs, given those of the call's own arrays."""
+        """Shapes of all inputs, given the shapes of the call's arrays."""
         rest = iter(shapes)
         return tuple(next(rest) if shape is None else shape for shape in self.shapes)
 
@@ -54,7 +54,7 @@ class Taken:
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
     donated: tuple[int, ...]  # per output the address of the donated input, else 0
     spans: tuple[Span, ...]  # of inputs and given outputs
-    windows: tuple[WindowPlace, ...]  # of the arguments that the program declares in windows
+    windows: tuple[WindowPlace, ...]  # places of the arguments that the program declares in windows
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -64,7 +64,7 @@ class Taken:
 class Arguments:
     """Checks of the arrays that a program takes on a rank.
 
-    Each array must fit its parameter, all must fit one another, and written ones must not overlap others.
+    Each array must fit its parameter, all must fit one another, and written arrays must not overlap others.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Arguments:
         """
         if not any(span.written for span in taken) or (bound, taken) in self._apart:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # among spans that begin earlier, the one that ends last
+        last = last_written = Span(0, 0, 0, "", False)  # the span that ends last among those that begin earlier
         for span in sorted((*bound, *taken)):
             other = last if span.written else last_written
             if span.begin < other.end:

@@ -34,7 +34,7 @@ _STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one m
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # by target and number of ranks
-_kept: list[BaseException] = []  # errors of the exit, with what their frames hold: a thread that frees it would end the process
+_kept: list[BaseException] = []  # errors of the exit; they keep the objects of their frames, as freeing these would end the process
 _turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
@@ -121,7 +121,7 @@ class Team:
         """Returns the result of `work` for each rank, run on the rank's thread.
 
         If the wait is interrupted, if `programs` do not come further, or if `work` fails the group of a rank, then all ranks are
-        stopped wherever they wait. Another error stops nobody. Raises the first error.
+        stopped wherever they wait. Other errors do not stop the other ranks. Raises the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -176,7 +176,7 @@ class Team:
 
 @contextmanager
 def team_of(target: Target, size: int) -> Iterator[Team]:
-    """Team of a target's programs on so many ranks, for use by this thread alone. One that breaks is closed."""
+    """Team of `ranks` ranks for a target's programs, for use by this thread only. It is closed if it breaks."""
     key = target.name, size
     with taken(_turn), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)

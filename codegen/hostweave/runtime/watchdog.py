@@ -1,8 +1,8 @@
 """Watchdog of a group: threads that detect failures which a rank cannot see while it waits in the runtime or only enqueues.
 
-A call may exceed its time limit; another rank may report a failure, leave, or pass other sizes. The watchdog thread then reports
-where every rank stands and aborts the channels, which ends all waits. A listener thread receives news from the other ranks,
-because the store may not answer.
+A call may exceed its time limit; another rank may report a failure, leave, or pass other sizes. The watchdog thread then reports the
+position of every rank, and aborts the channels, which ends all waits. A listener thread receives news from the other ranks, because the
+store may not answer.
 """
 
 from __future__ import annotations

@@ -97,14 +97,14 @@ class Windows:
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def place(self, address: int) -> WindowPlace | None:
-        """Place of an address in window memory, or None if it lies elsewhere."""
+        """Offset of an address in window memory, or None if it is elsewhere."""
         if (at := bisect_right(self._begins, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._begins[at], self._known[at]
         return WindowPlace(number, offset) if offset < size and memory() is not None else None
 
     def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Names of bound inputs and of other parameters whose arrays lie in windows. Bound arrays do not move, so they are cached."""
+        """Names of bound inputs and of other parameters whose arrays are in windows. Bound arrays do not move, so they are cached."""
         if (held := self._held.get(bound)) is None:
             held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
         return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
@@ -123,7 +123,7 @@ class Windows:
 
 
 def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPlace, ...]:
-    """Places of the arguments that a program declares in windows. Raises ArgumentError if one lies elsewhere."""
+    """Places of the arguments that a program declares in windows. Raises ArgumentError if one is elsewhere."""
     places, remedy = [], "pass an array of group.empty"
     begins = {span.name: span.begin for span in spans}  # only of arrays that have elements
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):

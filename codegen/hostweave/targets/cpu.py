@@ -36,7 +36,7 @@ class _Cpu(Target):
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """One library, which is part of the installation."""
+        """The library, which is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
     def cmake_options(self) -> list[str]:

@@ -25,11 +25,11 @@ class Target(Protocol):
 
     name: str
     is_asynchronous: bool  # calls only enqueue, so a watchdog must detect calls that hang
-    is_simulated: bool  # times are not those of GPUs
-    needs_one_host: bool  # ranks share the memory of one host
+    is_simulated: bool  # times are not times of GPUs
+    needs_one_host: bool  # all ranks are on one host
     dlopen_flags: int  # additional dlopen flags for a program's module
     demo_size: int  # size of a symbolic dim per rank in demonstrations
-    wheel_requirements: tuple[str, ...]  # packages that the wheel of a program needs beside NumPy
+    wheel_requirements: tuple[str, ...]  # packages that the wheel of a program needs in addition to NumPy
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
@@ -53,7 +53,7 @@ class Target(Protocol):
         return ""
 
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little to load a program. By default libraries say so themselves."""
+        """Raises MemoryError if there is too little to load a program. By default the libraries report a missing GPU themselves."""
         return
 
     def report(self) -> Iterator[tuple[str, str]]:

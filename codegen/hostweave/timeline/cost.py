@@ -1,4 +1,4 @@
-"""How long each operation of a host program takes alone on a machine, and what it takes it of."""
+"""Time that each operation of a host program takes alone on a machine, and the engine that it occupies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Work:
     """Seconds that an operation takes alone, and the engine that does it."""
 
     seconds: float
-    engine: str = ""  # "multiprocessors", of which it fills a `share`; "kernels" that communicate; "copies"; or none
+    engine: str = ""  # "multiprocessors", of which it occupies a `share`; "kernels" that communicate; "copies"; or none
     share: float = 1.0
     sent: int = 0  # bytes to other ranks
 
@@ -60,8 +60,8 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
     """The work of a launch with the seconds that its kernel takes beyond reading and writing its operands once.
 
-    A sort waits for its steps, on few multiprocessors. `take` reads a row once for each index; of a table that does not fit into the
-    cache, all but its share.
+    A sort waits for its steps, on few multiprocessors. `take` reads a row once for each index; a table that does not fit into the cache
+    counts except for the cached share.
     """
     types = {value.name: value.type for value in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
 
@@ -91,7 +91,7 @@ def _bytes(access: Access) -> int:
 
 
 def _moved(operation: Operation) -> int:
-    """All bytes that it reads and writes; what it updates is both."""
+    """All bytes that it reads and writes; an updated buffer counts as both."""
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
 
 
@@ -103,7 +103,7 @@ def _nothing(operation: Operation, machine: Machine) -> Work:
 
 
 def _kernel(operation: Operation, machine: Machine) -> Work:
-    """Reads and writes all that it names, at the speed of the memory."""
+    """Reads and writes all named buffers, at the speed of the memory."""
     return Work(machine.launch + _moved(operation) / machine.memory, "multiprocessors")
 
 
@@ -128,7 +128,7 @@ def _attention(operation: Operation, machine: Machine, products: float = 2.0) ->
     q, k, v = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.q, i.k, i.v))
     rows, columns = q.shape[-2], min(k.shape[-2], i.window or k.shape[-2])
     is_causal = i.diagonal is not None and not i.window
-    if is_causal and isinstance(i.diagonal, Const):  # of an operation it is known
+    if is_causal and isinstance(i.diagonal, Const):  # always constant in an operation
         columns = max(0, min(columns, rows + i.diagonal.value))
     speed = ATTENTION / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
     width = float(q.shape[-1] + v.shape[-1])
@@ -155,13 +155,13 @@ def _collective(operation: Operation, machine: Machine) -> Work:
 
 
 def _sent(operation: Operation, size: int, times: int) -> int:
-    """Bytes that a rank sends of a tensor: a ring sends all but its own block, an all-reduce does so twice, and a permute sends all."""
+    """Bytes of a tensor that a rank sends: a ring sends all but its own block, an all-reduce does so twice, and a permute sends all."""
     ranks = len(operation.process_group)
     return times * size * (ranks - 1) // ranks
 
 
 def _rooted(operation: Operation, machine: Machine) -> Work:
-    """From one rank to all, or from all to one, of which each rank has all."""
+    """From one rank to all, or from all to one. Each rank holds the whole tensor."""
     i: Any = operation.instruction
     size, ranks = max((_bytes(access) for access in operation.accesses), default=0), len(operation.process_group)
     is_root = operation.peer == operation.rank
@@ -190,7 +190,8 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Sends and recvs that are posted together: both ways at once, as fast as what takes longer. Collectives follow one another."""
+    """Sends and recvs that are posted together: in both directions at once; the time is that of the slower one. Collectives follow one
+    another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":

@@ -1,4 +1,4 @@
-"""Timelines: what every rank does when, and how much of it is computation, communication that shows, and nothing."""
+"""Timelines: what every rank does at each time, and the totals of computation, exposed communication and idle time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
-MOST_LINES = 16  # of ranks, in a text
+MOST_LINES = 16  # ranks that a text lists
 CALLER = "caller"  # the stream of the caller
 
 
@@ -15,8 +15,8 @@ CALLER = "caller"  # the stream of the caller
 class Event:
     """One execution of an instruction on one rank. Times are in microseconds from the start of the call.
 
-    `after` has the numbers, in the timeline's events, of those that must have ended before it starts; `meets` of all that
-    must have started before it goes on, itself among them, as all ranks of a collective.
+    `after` has the numbers of the timeline's events that must end before it starts. `meets` has the numbers of the events that must start
+    before it proceeds, including itself, such as a collective on all ranks.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Event:
     start: float
     end: float
     sent: int = 0  # bytes to other ranks
-    instruction: str = ""  # of the host IR, with the indices of the loops around it
+    instruction: str = ""  # instruction of the host IR, with the indices of the enclosing loops
     source: str = ""  # the user's line, "mlp.py:12"
     after: tuple[int, ...] = ()
     meets: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Totals:
     rank: int
     busy: float  # something computes
     communication: float  # something communicates
-    exposed: float  # something communicates, and nothing computes
+    exposed: float  # time in which the rank communicates and does not compute
     idle: float  # neither
     sent: int
 
@@ -53,7 +53,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of all ranks of a call, `basis` says how their times were found.
+    """The events of all ranks in a call. `basis` is the source of their times.
 
     Example: `print(hw.compile(f).predict(sizes={"M": 8192, "K": 8192, "N": 7168}))`.
     """
@@ -65,7 +65,7 @@ class Timeline:
     events: tuple[Event, ...]
     ranks: tuple[int, ...]
     streams: tuple[str, ...]
-    memory: tuple[tuple[float, int], ...] = ()  # of the first rank: from when on it holds how many bytes; nothing if measured
+    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank: from when on it holds how many bytes; nothing if measured
 
     @cached_property
     def micros(self) -> float:
@@ -107,17 +107,17 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """The numbers of the events of which each ends last of all that the next one needs, up to the last event of the call."""
+        """Numbers of the events on the critical path: each is the last to end among the events that the next one needs."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
         while needed := self._needed(path[-1], set(path)):
-            rank = self.events[path[-1]].rank  # of several that end at the same time its own
+            rank = self.events[path[-1]].rank  # if several end at the same time, the event on its own stream
             path.append(max(needed, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Events that an event waits for, and the events on other ranks that held these up where they meet."""
+        """Events that an event waits for, and the events on other ranks that delayed their meeting."""
         event = self.events[number]
         needed = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in needed - seen if self.events[earlier].end <= event.end]
@@ -141,7 +141,7 @@ class Timeline:
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
-    """When one event at least goes on, in order."""
+    """Intervals in which at least one event runs, in order."""
     spans: list[Interval] = []
     for start, end in sorted((event.start, event.end) for event in events):
         if spans and start <= spans[-1][1]:
@@ -152,7 +152,7 @@ def union(events: Iterable[Event]) -> list[Interval]:
 
 
 def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The parts of spans that lie in no other one. Both are in order, and none overlaps its neighbour."""
+    """The parts of spans that no span of the other list covers. Both lists are sorted and without overlap."""
     left: list[Interval] = []
     for start, end in spans:
         for other_start, other_end in others:

@@ -15,7 +15,7 @@ from hostweave.fusion_ir.ops import communicates
 from hostweave.timeline.events import COMMUNICATION, COMPUTE
 
 LINE = 18  # pixels of a row
-ARCS = 90  # and of the arcs beside all rows
+ARCS = 90  # and width of the arcs beside all rows
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def graph_of(fusion: Fusion) -> OpGraph:
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
-            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # as all inputs are
+            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # like all inputs
         for op in body.ops:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)

@@ -1,4 +1,4 @@
-"""Measures the timeline of a host program: by marks around its instructions, which a build of its own has.
+"""Measures the timeline of a host program: by marks around its instructions, in a separate build.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -22,7 +22,7 @@ from hostweave.types.mesh import Sizes
 
 
 def marked(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with a mark before and after all that works or communicates."""
+    """The program with a mark before and after each instruction that computes or communicates."""
     functions = tuple(replace(function, body=_marked(function.body)) for function in program.functions)
     return replace(program, body=_marked(program.body), functions=functions)
 
@@ -39,7 +39,7 @@ def _marked(body: tree.Body) -> tree.Body:
 
 
 def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str, marks_ms: Sequence[Sequence[float]]) -> Timeline:
-    """The timeline of a call of `marked(program)`, in which each rank came to its marks at these times, in their order."""
+    """The timeline of a call of `marked(program)`, from the times at which each rank reached its marks, in order."""
     instances = instantiate(marked(program), sizes)
     ranks = tasks_of(instances, meetings(instances), machine)
     for tasks, times in zip(ranks, marks_ms, strict=True):
@@ -49,7 +49,7 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """Events that others wait for end, at the latest, when those end: an interrupted thread notes the end of its work late."""
+    """An event ends no later than the events that wait for it: an interrupted thread notes the end of its work late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
@@ -66,7 +66,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Gives the tasks between two marks their times. The operations of a group are one task; a rank may have none of it."""
+    """Gives the tasks between two marks their times. The operations of a group are one task; a rank may have no event of it."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []
@@ -83,7 +83,7 @@ def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
 
 
 def _align(ranks: list[list[SimulatedTask]]) -> None:
-    """Moves the times of ranks, each by its own clock, by as little as makes none receive what was not sent yet."""
+    """Shifts the clocks of ranks by the smallest amounts such that no rank receives data before it is sent."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [
         (task, other, other.start) for task in timed for gathering in task.meets for other in gathering.tasks

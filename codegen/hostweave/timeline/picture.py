@@ -9,13 +9,13 @@ from math import floor, log10
 
 from hostweave.timeline.events import WAITING, Event, Timeline
 
-WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: of the whole, of the names of lanes, of the axis
+WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: sizes of the picture, of the names of lanes, and of the axis
 LANE, GAP = 18, 10
 MEMORY = 48  # pixels of the most bytes that are held
-LETTER = 6.2  # pixels of one
+LETTER = 6.2  # pixels of one character
 MOST_RANKS = 16  # that a picture shows
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
-APART = 4.0  # times as long as another one a timeline gets a scale of its own
+APART = 4.0  # a timeline that is so many times longer than another one gets a separate scale
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StreamRow:
 
 @dataclass(frozen=True)
 class Box:
-    """An event, or time in which a rank communicates and computes nothing."""
+    """A rectangle: an event, or a time in which a rank communicates and does not compute."""
 
     number: int  # of the timeline
     event: int  # its number, -1 of exposed communication

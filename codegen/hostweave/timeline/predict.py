@@ -1,4 +1,4 @@
-"""Predicts the timeline of a host program: its operations at some sizes, played on a machine of which only the figures are there."""
+"""Predicts the timeline of a host program: simulates its operations at some sizes on a machine, from the machine's figures alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """The timeline of one call of `program` on all ranks, which start it together. The time of the hosts is not in it.
+    """The timeline of one call of `program`, which all ranks start at the same time. The time of the hosts is not in it.
 
-    Raises ProgramError where a size does not divide, and for more ranks than one host has, if the machine has no network.
+    Raises ProgramError if a size does not divide, or if the ranks need several hosts and the machine has no network.
     """
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than a host, and the figures of {machine.name} have no network"
@@ -65,7 +65,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """All of them; the same object where there is one part, which all ranks of a collective share."""
+    """All of them; an operation of one part is the same object on all ranks of a collective."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
@@ -98,7 +98,7 @@ def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) 
 
 
 def name_of(operation: Operation) -> str:
-    """The user's names: the op and its result, as `matmul y_i`; of a group all that it posts."""
+    """The user's names: the op and its result, as `matmul y_i`; all members of a group."""
     if operation.members:
         return ", ".join(dict.fromkeys(map(name_of, operation.members)))
     i = operation.instruction

@@ -21,7 +21,7 @@ from hostweave.timeline.picture import MOST_RANKS, Picture
 
 @dataclass(frozen=True)
 class Comparison:
-    """All executions of one instruction: their mean times in microseconds, predicted and measured."""
+    """The executions of one instruction: their mean times in microseconds, predicted and measured."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """The timeline of a program as it was predicted and, after a measurement, as it was.
+    """The predicted timeline of a program and, after a measurement, the measured one.
 
     `str` gives the totals. In a notebook it is a picture.
 
@@ -47,8 +47,8 @@ class Report:
 
     predicted: Timeline
     measured: Timeline | None = None
-    graph: OpGraph | None = field(default=None, repr=False)  # of the fusion, before it becomes a host program
-    changes: tuple[Change, ...] = field(default=(), repr=False)  # of each pass
+    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion before it is lowered
+    changes: tuple[Change, ...] = field(default=(), repr=False)  # changes of each pass
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -90,7 +90,7 @@ class Report:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Writes a file of the kind that its name says: `.html`, a page that needs no network; `.json`, for Perfetto; `.svg`.
+        """Writes a file whose kind follows from its name: `.html`, a page that needs no network; `.json`, for Perfetto; `.svg`.
 
         Raises ArgumentError for another name, and for a file that cannot be written.
         """
@@ -122,7 +122,7 @@ class Report:
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
-    """The events of these ranks by number, and of what they wait for what is among them."""
+    """The events of these ranks by number, with their dependencies on one another."""
     known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
     met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
     return {
@@ -143,7 +143,7 @@ def _laid_out(template: str, **values: Any) -> str:
 
 
 def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """A process for each rank of each timeline, an event for each of its own, and an arrow for each dependency between streams."""
+    """Trace events: a process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
     threads = {stream: at for at, stream in enumerate(timeline.streams)}
     offset = number * (max(timeline.ranks) + 1)
     for rank in timeline.ranks:

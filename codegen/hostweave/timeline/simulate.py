@@ -1,8 +1,8 @@
-"""Plays the operations of all ranks on a machine: what starts when, and how long it takes beside what else runs.
+"""Plays the operations of all ranks on a machine: when each operation starts, and how long it takes while others run.
 
-A stream takes one operation after another. What waits for an event or a signal starts after that, and what communicates goes on once
-all are there that it waits for. Operations of one rank share what they run on: multiprocessors by what each of them fills, links evenly;
-beside communication by kernels, or by copy engines, computation takes longer, as `communication/cost.py` says.
+A stream takes one operation after another. An operation that waits for an event or a signal starts after it. A communication proceeds when
+all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy, links evenly;
+computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """The tasks of several ranks that must have started before any of those that communicate with them goes on."""
+    """Tasks of several ranks that must all start before one of their communications proceeds."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]
@@ -34,20 +34,20 @@ class Gathering:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation, and when it goes on: it starts when it is the turn of its stream, and is done when its work is."""
+    """One operation and its progress: it starts when it is the turn of its stream, and is done when its work is."""
 
     operation: Operation
     work: Work
-    after: list[SimulatedTask] = field(default_factory=list)  # those that must be done before it starts
+    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
     followers: list[SimulatedTask] = field(default_factory=list)
     meets: list[Gathering] = field(default_factory=list)  # that must be complete before its work begins
-    completes: list[Gathering] = field(default_factory=list)  # that it must come to
+    completes: list[Gathering] = field(default_factory=list)  # meetings that it must reach
     blocked: int = 0
     expected: int = 0
     start: float = -1.0
     end: float = -1.0
     left: float = 0.0  # seconds of work alone
-    rate: float = 0.0  # of it in a second
+    rate: float = 0.0  # part of the work done per second
     since: float = 0.0  # when `left` was so much
 
     @property
@@ -56,7 +56,7 @@ class SimulatedTask:
 
 
 def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Machine) -> list[list[SimulatedTask]]:
-    """The tasks of every rank, in the order in which its host issues them, and what they wait for."""
+    """The tasks of every rank in the order of issue, with their dependencies."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
     ranks = []
     for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
@@ -68,10 +68,10 @@ def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Ma
 
 
 def play(ranks: list[list[SimulatedTask]]) -> None:
-    """Gives all tasks their times, in seconds."""
+    """Computes the times of all tasks, in seconds."""
     _Machine(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # begins to wait when its stream comes to it
+        if task.operation.instruction.posts == "wait_signal":  # starts to wait when its stream reaches it
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
@@ -115,7 +115,7 @@ def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -
     awaited: tuple[Operation, ...] = ()
     gathering: Gathering | None = None
     for part, task in zip(meeting.parts, tasks, strict=True):
-        if gathering is None or meeting.awaited(part) is not awaited:  # one for all that await the same
+        if gathering is None or meeting.awaited(part) is not awaited:  # one object for all tasks that await the same
             awaited = meeting.awaited(part)
             others = list(dict.fromkeys(task_of[other] for other in awaited))
             gathering = Gathering(others, [], len(others))
@@ -127,7 +127,7 @@ def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -
 
 
 class _Machine:
-    """The clock, and what runs on every rank."""
+    """The clock, and the running tasks of every rank."""
 
     def __init__(self, ranks: list[list[SimulatedTask]]):
         self.ranks = ranks
@@ -149,7 +149,7 @@ class _Machine:
             self.finish(task)
 
     def start(self, ready: list[SimulatedTask]) -> None:
-        """Starts tasks, and all that may start with them since they take no time."""
+        """Starts tasks, and all tasks that can start immediately because these take no time."""
         while ready:
             task = ready.pop()
             task.start = self.now
@@ -182,7 +182,7 @@ class _Machine:
         return [follower for follower in task.followers if not follower.blocked and follower.start < 0]
 
     def share(self, rank: int) -> None:
-        """Gives what runs on a rank its rates."""
+        """Sets the rates of the running tasks of a rank."""
         running = self.running[rank]
         on = {engine: [t for t in running if t.work.engine == engine] for engine in ("multiprocessors", "kernels", "copies")}
         filled = max(1.0, sum(t.work.share for t in on["multiprocessors"]))
@@ -190,7 +190,7 @@ class _Machine:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # one that leaves multiprocessors free is not held up
+                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # it is not delayed if it leaves multiprocessors free
             elif task.work.engine == "kernels":
                 slower = kernels_beside(max(map(_ranks, (task.operation, *task.operation.members)))) if on["multiprocessors"] else 1.0
                 rate = 1 / (len(on["kernels"]) * slower)

@@ -1,4 +1,4 @@
-"""The door for PyTorch: a module and a sharding plan in, a compiled multi-GPU program out.
+"""Compiles PyTorch modules with a sharding plan to programs for several GPUs.
 
 import hostweave as hw, hostweave.torch
 
@@ -61,47 +61,49 @@ def compile(
     microbatches: int = 1,
     loss: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
-    """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
+    """Compiles a module for the ranks of a mesh: its forward pass, with `training` its backward pass, with `optimizer` a whole step.
 
-    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may leave out the
-    first words of a path, and its last word is the last one of what it names:
+    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may omit the first
+    words of a path, and its last word must match the last word of the path:
 
     - a parameter, a buffer or an input: `"q_proj.weight": "tp, -"`, for each dim a mesh axis (`dp+tp` for two) or `-`;
-    - what a module returns: `"layers.*": "-, tp, -"`;
-    - a module, in the styles of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel,
+    - the result of a module: `"layers.*": "-, tp, -"`;
+    - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel,
       PrepareModuleInput.
 
-    Parameters that are DTensors state theirs themselves. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are those
-    of one rank: tensors with the first dim of the first one have that many rows on each rank. Results have the rank's rows; a loss is that
-    of all rows. All other shardings are inferred; outputs are replicated unless the plan states the module that makes them.
+    A parameter that is a DTensor has a sharding already. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are the
+    inputs of one rank: tensors whose first dim equals that of the first tensor are sharded by rows. Results have the rank's rows, and a
+    loss is the loss of all rows. All other shardings are inferred; outputs are replicated unless the plan names the module that returns
+    them.
 
-    `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: the graph is what torch.export records for them.
-    Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat, as layers do, become one function of the
-    generated program. A parameter that is sharded by an axis that shards the first dim of an input is gathered for use, unless that axis is
-    named tp. `target` is "cuda" where the parameters are there, else "cpu".
+    `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: torch.export records the graph for them. Sizes
+    are fixed except for `dynamic_shapes`, which has the form of torch.export. Repeated modules, such as layers, become one function of the
+    generated program. If one axis shards a parameter and the first dim of an input, the parameter is gathered for use, unless the axis is
+    named tp. `target` is "cuda" if the parameters are on a GPU, otherwise "cpu".
 
-    With `training` what is returned is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program
-    of forward and backward pass and the step of the optimizer in place, by the gradients of the one scalar that the module returns. Any
-    torch.optim.Optimizer whose step is ATen ops on a parameter, its gradient and its state is recorded from its own code.
-    `clip_grad_norm` scales all gradients so that their norm is at most that, as torch.nn.utils.clip_grad_norm_ does. With `accumulate=N`
+    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program of the
+    forward pass, the backward pass and the optimizer's step in place. The module must return one scalar, the loss. The step of a
+    torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and its state.
+    `clip_grad_norm` is the largest norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N`
     the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean. `scaler` is a torch.amp.GradScaler:
-    a call that updates does what its `scale`, `unscale_`, `step` and `update` do, for gradients of 16 bits.
+    a call that updates also does the work of its `scale`, `unscale_`, `step` and `update`, for 16-bit gradients.
 
-    With `fp8=` the linears whose weights the plan states are products of 8-bit floats. "row" and "tensor" have a scale for each row or
-    tensor. "block" has one for 128 elements of activations and for 128 x 128 of weights. `fp8={"q_proj": "row"}` names linears by patterns,
-    as the plan does. The program quantises activations and weights to f8e4m3, so weights stay as they are. Gradients are f8e4m3,
-    and f8e5m2 with scales of tensors.
+    With `fp8=` the linears whose weights are in the plan are computed in 8-bit floats. "row" and "tensor" use one scale for each row or
+    tensor. "block" uses one for 128 elements of activations, and for 128 x 128 elements of weights. `fp8={"q_proj": "row"}` names linears
+    by patterns, like the plan. The program quantises activations and weights to f8e4m3; the stored weights do not change. Gradients are
+    f8e4m3, or f8e5m2 with "tensor".
 
-    With `fullgraph=False` ops that are missing, branches on values and side effects break the graph. What is returned is a ModelInRegions,
-    which runs the regions between as programs and the rest eagerly. Its `explain` tells what fell out.
+    With `fullgraph=False` unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
+    the regions between the breaks as programs, and the rest eagerly. Its `explain` lists the breaks.
 
-    A Pipe of torch.distributed.pipelining, or a list of stages, is a pipeline for training; what is returned is a Pipeline. The mesh has an
-    axis pp for the stages, stage s at place `s % pp`. A stage takes what the one before returns. `example_inputs` is a whole batch, which a
-    call cuts along the first dim into `microbatches`. `loss(output, target)` is the loss, and `target` the last argument; without it the
-    last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the cost model choose the order.
+    If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
+    pp for the stages, with stage s at place `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch,
+    which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
+    argument; without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the
+    cost model choose the order.
 
-    Raises ProgramError for a module that torch.export does not take, and for a plan that does not fit the module. Ops that are not
-    supported are listed all at once, with the lines that use them.
+    Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops with the lines
+    that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

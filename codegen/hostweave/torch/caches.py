@@ -1,4 +1,4 @@
-"""Caches of transformers as arguments of a compiled module: their tensors are inputs, and all else of them is as it was at compile."""
+"""Caches of transformers as arguments of a compiled module. Their tensors are inputs; everything else must be equal to compile time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 class Form:
-    """Everything of a cache but its tensors. Two are equal if a program that was compiled for one takes the other."""
+    """A cache without its tensors. Two forms are equal if a program that was compiled for one accepts the other."""
 
     def __init__(self, cache: Any):
         self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
@@ -77,7 +77,7 @@ def caches_in(given: Any) -> Iterator[Any]:
 
 
 def register(given: Any) -> None:
-    """Has torch's pytrees take apart the caches among arguments, and those that models return, once for each class."""
+    """Registers the classes of these caches, and of returned caches, as pytrees of torch."""
     returned = getattr(sys.modules.get("transformers.cache_utils"), "DynamicCache", None)
     for of in {*map(type, caches_in(given)), *((returned,) if returned else ())}:
         if of not in pytree.SUPPORTED_NODES:
@@ -112,14 +112,15 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """The cache of all ranks, of zeros, for a rank's cache. `whole` has by name the global sizes of sharded dims, and 0 for others."""
+    """A cache of zeros with the global sizes, for a rank's cache. `whole` has the global sizes of sharded dims by name, and 0 for other
+    dims."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Leaves the caches of a call as the module leaves them: what it notes in them besides tensors stands in those that it returns."""
+    """Updates the caches of a call like the module does: copies attributes other than tensors from the returned caches."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:
@@ -129,9 +130,8 @@ def continued(given: Any, returned: Any) -> None:
 
 
 def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
-    """Gives tensors to the layers of a cache that have none, as the module asks for them while `run` calls it.
-
-    `run` takes a copy of the cache, and a function that makes tensors without memory of other arguments.
+    """Allocates the tensors of layers without any, in the shapes that the module requests while `run` calls it. `run` takes a copy of the
+    cache, and a function that converts other arguments to tensors without memory.
     """
     trial, asked = deepcopy(cache), list[tuple[int, Any, Any]]()
     for number, layer in enumerate(trial.layers):
@@ -141,7 +141,7 @@ def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Non
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Modules take the path that torch.export sees: experts, for example, have ops that fake tensors support.
+    # Modules take the same branch as in torch.export. For example, experts use ops that fake tensors support.
     with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     for number, args, kwargs in asked:

@@ -1,4 +1,4 @@
-"""A compiled module: it is called as the module is, with the module's tensors read where they lie."""
+"""A compiled module, which is called like the original one and reads its tensors in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_traced(call: F) -> F:
-    """Has torch.compile leave a function as it is."""
+    """Makes torch.compile run a function eagerly."""
     why = (
         "a module that hostweave compiled is no graph of torch's; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
     )
@@ -40,35 +40,34 @@ def not_traced(call: F) -> F:
 
 
 class Copies:
-    """Blocks of tensors that do not lie as a program takes them, by name."""
+    """Copies of blocks whose layout a program cannot read in place, by name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
         self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Copies all again, as torch does not count every write. Called before each call, and each launch of a graph on its stream."""
+        """Renews all copies, because torch does not count every write. Called before each call, and before each launch of a graph on its
+        stream."""
         for name, tensor in self._tensors.items():
             with _on(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
 
 
 def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Inside, that stream of a launch is the current one, if one is given."""
+    """Makes the stream of a launch the current one, if a stream is given."""
     if stream is None or tensor.device.type == "cpu":
         return nullcontext()
     try:
         return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # it is no stream, as the launch says
+    except TypeError:  # not a stream; the launch reports it
         return nullcontext()
 
 
 class ProgramPart:
-    """A program and the tensors of the module that it reads. It is called with the others, by name.
-
-    `numbers` says which of its arguments are among those of the joint graph of a forward and backward pass, and which ones.
-    In a group the program takes whole what each rank has whole and the plan shards by columns: a block of that is no array, and is read
-    where it lies.
+    """A program and the tensors of the module that it reads. It is called with the other tensors, by name. `numbers` maps its arguments to
+    the arguments of the joint graph of forward and backward pass. In a group, if each rank has a whole tensor that the plan shards by
+    columns, the program takes the whole tensor, because a block of columns is not contiguous.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -77,10 +76,10 @@ class ProgramPart:
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
-        self.ranges: Ranges[ProgramPart] | None = None  # of a program that takes several sizes
+        self.ranges: Ranges[ProgramPart] | None = None  # for a program of several sizes
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """The part that computes a call: that of the range of its sizes, if there is one."""
+        """The part that computes a call. It may be compiled for the range of the call's sizes."""
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
@@ -99,7 +98,7 @@ class ProgramPart:
         """Values that the graph returns: results of the program, constants, and others such as None."""
         known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
 
-        def value(node: Any) -> Any:  # which may be returned twice, with two shardings
+        def value(node: Any) -> Any:  # a node may be returned twice, with two shardings
             if not isinstance(node, Node):
                 return node
             return known[node] if node in known else next(results)
@@ -118,7 +117,7 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""
+        """The program with the tensors that it can read in place bound, and copies of the others: blocks of a rank, or global tensors."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
@@ -142,7 +141,7 @@ class ProgramPart:
         return block  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """The tensors that each rank has whole, and of which a block is not an array of its own."""
+        """The tensors that each rank has whole, and whose blocks are not contiguous."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()
@@ -160,7 +159,7 @@ class ProgramPart:
 
 
 class Folded:
-    """Tensors of a module, by name, of which a program has only what was computed of them at compile."""
+    """Tensors of a module, by name, from which a program holds only values computed at compile time."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
@@ -168,7 +167,7 @@ class Folded:
         self._versions = self._now()
 
     def changed(self) -> str:
-        """The name of one that has other values now; else nothing."""
+        """The name of a tensor whose values have changed; "" if there is none."""
         for name, held, key, tensor in self._places:
             if held.get(key) is not tensor:
                 return name
@@ -196,7 +195,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The mode of the module. A call of a CompiledModule raises in another mode than that of the compilation."""
+        """The mode of the module. A CompiledModule raises if its mode differs from the mode at compile time."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -209,27 +208,27 @@ class Delegating(nn.Module):
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state of the module, which the program reads where it is."""
+        """Loads the state into the module, whose tensors the program reads in place."""
         return self._module.load_state_dict(*args, **kwargs)
 
 
 class CompiledModule(Delegating):
-    """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
+    """A compiled module, made by `hostweave.torch.compile`. It has the arguments and results of the original module.
 
-    It has the parameters, buffers, submodules, state dict and other attributes of the module that it was compiled of.
+    It has the parameters, buffers, submodules, state dict and other attributes of the original module.
 
-    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks, as the plan shards
-    inputs, and replicated ones by default. Without a group all ranks run in this process, on global tensors. Parameters are read where they
-    lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
+    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks if the plan shards them,
+    and replicated otherwise. Without a group all ranks run in this process, on global tensors. Parameters are read in place, so calls see
+    the writes of optimizers and `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call computes `graph` by the program of `part`. The `others` are of it, too."""
+        """A call computes `graph` by the program of `part`. `others` are further programs of the graph."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
-        self.alone_on: torch.device | None = None  # of a program of one rank that runs whatever group this process has joined
-        self.generation: Any = None  # of a module of transformers, the programs that generate sequences
+        self.alone_on: torch.device | None = None  # device of a program of one rank that ignores the group of this process
+        self.generation: Any = None  # programs that generate sequences, for a module of transformers
         self._places = [place_of(module, of) for of in graph.parameters.values()]
         self._memory = [memory_of(tensor) for *_, tensor in self._places]
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
@@ -242,11 +241,11 @@ class CompiledModule(Delegating):
         return self._part.program
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Sequences, as `generate` of transformers gives them, whose arguments it takes; the programs run a static cache.
+        """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
-        A program for prompts, and one for a token of each sequence, are compiled when they are first needed: for each number of sequences,
-        and for each 64 of the length of the cache. In a group each rank calls it with the same prompts, and the same seed if tokens are
-        drawn. Raises ArgumentError for a module without `generate`, and for another cache.
+        There is one program for prompts, and one for the next token of each sequence. They are compiled on first use, for each number of
+        sequences and each multiple of 64 of the cache's length. In a group all ranks call it with the same prompts, and with the same seed
+        if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if another cache is given.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -261,7 +260,7 @@ class CompiledModule(Delegating):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments. Raises ArgumentError for others than it was compiled for."""
+        """Calls the module with these arguments. Raises ArgumentError if it was compiled for different ones."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,11 +272,11 @@ class CompiledModule(Delegating):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
-        """A call with these arguments as a CUDA graph: a callable that launches it, and returns what the module returns.
+        """A call with these arguments as a CUDA graph: a callable that launches the graph, and returns the module's results.
 
-        All ranks of the group call it together, as each launch. It makes the call once. A launch reads the same tensors, as they are then,
-        and writes the same results: write new arguments with `copy_`. What is written to parameters is seen; one that is replaced by
-        another tensor is not. Raises what a call and `Program.capture` raise, and ArgumentError where no group was joined.
+        All ranks of the group call it together, and launch together. It makes the call once. A launch reads the current contents of the
+        same tensors, and writes the same results: write new arguments with `copy_`. Launches see writes to parameters, but not parameters
+        that are replaced by other tensors. Raises the errors of a call and of `Program.capture`, and ArgumentError if no group was joined.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -314,9 +313,9 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Says for each module of a list, by path, if it was traced, or equals one that was: `as layers.0`.
+        """For each module of a list, by path: "traced", or the equal module that was traced, such as `as layers.0`.
 
-        Modules that differ, in what they read of themselves or in how they are called, are traced apart, and it says why:
+        Modules whose attributes or calls differ are traced separately, with the reason:
         `traced: its attention.scale is another than that of layers.0`.
         """
         return self._graph.traced
@@ -351,9 +350,8 @@ class CompiledModule(Delegating):
         return True
 
     def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
-        """The dims of arguments that vary, each with the sizes for which the module was compiled.
-
-        One that a mesh axis shards may have any: in a group a call takes blocks.
+        """The dims of arguments that vary, each with the sizes for which the module was compiled. A dim that a mesh axis shards may have
+        any size, because in a group a call takes blocks.
         """
         found: dict[Node, list[tuple[int, range]]] = {}
         for node in self._graph.arguments:
@@ -364,12 +362,12 @@ class CompiledModule(Delegating):
         return found
 
     def _range(self, size: Any) -> range:
-        """The sizes for which the module was compiled, of one that varies."""
+        """The sizes of a varying dim for which the module was compiled."""
         of = self._ranges.get(size.node.expr)
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """The arguments of a call with this rank's blocks of those that are written, of which all ranks have whole ones."""
+        """The arguments of a call, with this rank's blocks in place of written tensors that all ranks have whole."""
         wanted = _keywords(self._specs.in_spec)
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
         types, names = self._part.graph.input_types, self._graph.names
@@ -381,7 +379,8 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
 
     def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
-        """Arguments and buffers that the program writes to, as this rank has them, by name. Raises ArgumentError for parts of a tensor."""
+        """Arguments and buffers that the program writes to, with this rank's layout, by name. Raises ArgumentError for parts of a
+        tensor."""
         found = {}
         for node in self._graph.written:
             name = self._graph.names[node]
@@ -397,7 +396,7 @@ class CompiledModule(Delegating):
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from those of the program, and marks the tensors that the program has written."""
+        """Selects the module's results from the program's results, and marks the tensors that the program has written."""
         made = {node: value for node, value in zip(self._part.graph.returned, values, strict=True) if isinstance(node, Node)}
         for node, value in self._graph.written.items():
             tensor = written[self._graph.names[node]]
@@ -406,7 +405,7 @@ class CompiledModule(Delegating):
             increment_version(tensor)
             made[value] = tensor
         known = {**self._graph.constants, **made}
-        for check in self._graph.checks:  # raises as torch does, and waits for the values, too
+        for check in self._graph.checks:  # raises like torch, and also waits for the values
             given: Any = check.args
             given[1](known[given[2]], *given[3:], **check.kwargs)
         return self._returned(made)
@@ -491,7 +490,7 @@ def _keywords(spec: Any) -> list[str]:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """The dtype of torch.autocast on the CPU and on GPUs, None where it is off."""
+    """The dtypes of torch.autocast on the CPU and on GPUs; None if it is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 
@@ -512,7 +511,8 @@ def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
 
 
 def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
-    """The dict in which a module has a tensor, which is faster to ask than the module, the tensor's name there, and the tensor."""
+    """The module's dict that holds a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than in the
+    module."""
     parent, _, key = path.rpartition(".")
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)
     held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
@@ -520,7 +520,7 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
 
 
 def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
-    """The path of a tensor, by its place as `place_of` gives it."""
+    """The path of a tensor, from the dict and the name that `place_of` returns."""
     for path, owner in module.named_modules():
         if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
             return f"{path}.{key}" if path else key
@@ -530,5 +530,5 @@ def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
 def _is_tensor(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant of the graph alone
+    except AttributeError:  # a constant of the graph only
         return False

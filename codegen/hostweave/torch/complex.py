@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """The program on real numbers. Complex results are `hostweave.complex` of two. Raises ProgramError for ops that are missing.
+    """Converts the program to real numbers. A complex result is `hostweave.complex` of two. Raises ProgramError for unsupported ops.
 
     y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
     """
@@ -40,7 +40,7 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
         return program
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
-    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # constants that are made are of the same mode
+    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants get the same mode
         made = make_fx(lambda *values: _Pairs(program.graph_module).run(*values), decompositions)(*given)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
@@ -107,7 +107,7 @@ def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
     return Pair(value, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
 
 
-# Ops that do the same to both parts.
+# Ops that apply to both parts separately.
 _WORDS = """
 view reshape _unsafe_view permute transpose t expand slice select unsqueeze squeeze cat stack clone alias detach contiguous index
 index_select gather roll flip split split_with_sizes unbind sum mean cumsum as_strided lift_fresh_copy repeat flatten unflatten diagonal
@@ -117,7 +117,7 @@ _OF_PARTS = set(_WORDS.split())
 
 
 def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
-    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # of a list some may be real
+    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # some tensors of a list may be real
     kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
 
     def of_part(part: int) -> Any:
@@ -268,7 +268,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """The real transform of a half of the terms, of which the others are the conjugates."""
+    """The real transform of one half of the terms. The other half are their conjugates."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

@@ -1,4 +1,4 @@
-"""ATen ops written with others, of which each is one here: torch takes the composed ones apart, and their derivatives with them."""
+"""ATen ops written with other ATen ops. torch decomposes them, and so derives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's loss of logits [rows, classes], or [rows, classes, sizes...]. Of rows alone, without weights, it is one op here."""
+    """torch's loss of logits [rows, classes], or [rows, classes, sizes...]. It is one op for [rows, classes] without weights."""
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -48,7 +48,7 @@ def cross_entropy(
 
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of a length that is a parameter, for each index of a dim, and its length before."""
+    """Scales v to the length g for each index of a dim. Also returns the length of v."""
     norm = v.square().sum([other for other in range(v.ndim) if other != dim % v.ndim], keepdim=True).sqrt()
     return v * (g / norm), norm
 
@@ -62,7 +62,7 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
 
 
 def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """The order of dims in which elements lie one after another; None where they do not."""
+    """The order of dims in which elements are contiguous; None if there is none."""
     order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
     for dim in order:
         if sizes[dim] != 1 and strides[dim] != step:
@@ -72,14 +72,14 @@ def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """The elements at places of the memory of x. Where these are all of x in another order it is a permutation."""
+    """The elements at offsets of the memory of x. If they are all elements of x in another order of dims, the result is a permutation."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented
     flat = x.permute(held).reshape(-1)
     begin = 0 if offset is None else offset - x.storage_offset()
     last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if prod(size) and not 0 <= begin <= last < x.numel():  # in memory beside x
+    if prod(size) and not 0 <= begin <= last < x.numel():  # outside of the memory of x
         return NotImplemented
     order = _by_stride(size, stride)
     if order is not None and not begin and prod(size) == x.numel():
@@ -102,7 +102,7 @@ def as_strided_scatter(x: torch.Tensor, source: torch.Tensor, size: Sequence[int
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """A diagonal lies in the flattened matrix at steps of a row and an element."""
+    """In the flattened matrix, elements of a diagonal are one row and one element apart."""
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = y.shape[-2:]
     length = min(rows + min(offset, 0), columns - max(offset, 0))
@@ -177,7 +177,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 
 def _median(skips_nan: bool) -> Callable[..., Any]:
     def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """The lower of two. NaN comes last in order, and is the median where there is one, unless it is skipped."""
+        """The lower of two medians. If an element is NaN, so is the median, unless NaNs are skipped."""
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
@@ -190,7 +190,7 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
 
 
 def _searched(sorted_: torch.Tensor, values: Any, right: bool, int32: bool) -> Any:
-    """How many elements of a row in order come before each value."""
+    """The number of elements of a sorted row before each value."""
     values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
     before = (rows <= found) if right else (rows < found)
@@ -221,7 +221,7 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
 
 
 def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
-    """x, whose first elements along each dim are those of a part."""
+    """x, with its first elements along each dim replaced by a part."""
     if x.shape[dim:] == part.shape[dim:] or dim == x.ndim:
         return part
     inner = _into(x.narrow(dim, 0, part.shape[dim]), part, dim + 1)
@@ -229,7 +229,7 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Each element of the result reduces what is sent to it, which it finds by comparing its place with all indices."""
+    """Each element of the result reduces the source elements with its index. It compares its position with all indices."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
@@ -262,7 +262,7 @@ def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.T
 
 
 def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:
-    """The elements of the source go in their order to where the mask is true."""
+    """Writes the elements of the source, in order, to the positions where the mask is true."""
     x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     number = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.reshape(-1)[number].view(x.shape), x)
@@ -348,7 +348,7 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Mantissa from 0.5 to below 1, and exponent: the logarithm may be off by one, which the mantissa shows."""
+    """Mantissa from 0.5 to below 1, and exponent. The exponent from the logarithm may be off by one, which the mantissa reveals."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may be infinite
@@ -361,7 +361,7 @@ def frexp(x: torch.Tensor) -> Any:
 
 
 def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
-    """Without training the slope below 0 is the mean of those that are drawn."""
+    """Without training, the slope below 0 is the mean of the random slopes."""
     return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
 
 
@@ -382,7 +382,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
     aten.frexp.Tensor: frexp,
-    aten.grid_sampler_2d.default: decomposition_table[aten.grid_sampler_2d.default],  # also where it is derived
+    aten.grid_sampler_2d.default: decomposition_table[aten.grid_sampler_2d.default],  # in derivatives, too
     aten.cumprod.default: cumprod,
     aten.logcumsumexp.default: logcumsumexp,
     aten.cummax.default: _cumulative(torch.ge),

@@ -16,10 +16,10 @@ def as_torch_op(program: Program, name: str) -> Any:
     """Registers a program as the custom op `name`, such as "mylib::mlp", and returns it: it is called with the program's inputs in order.
 
     It has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export, make_fx and in CUDA graphs. In a process that has
-    joined a group a call is of this rank, else of all ranks in this process, as `program(...)` and `program.run(...)` are. It has no
-    gradient: a backward pass is a program of its own, which torch.library.register_autograd connects.
+    joined a group, a call runs this rank, like `program(...)`. Otherwise it runs all ranks in this process, like `program.run(...)`. It has
+    no gradient: use torch.library.register_autograd to connect a program for the backward pass.
 
-    Raises ArgumentError for a name without a namespace, or that is taken, and for a program that donates inputs.
+    Raises ArgumentError if the name has no namespace or is taken, or if the program donates inputs.
 
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """

@@ -1,7 +1,6 @@
-"""Layers that repeat are differentiated once: AOTAutograd sees the first, and an op in place of each other one and of its derivative.
-
-A layer is like the first where it computes the same, and the same of its arguments require grad. The nodes of the first and of its
-derivative are copied for the others once both are traced.
+"""Layers that repeat are differentiated once: AOTAutograd traces the first layer. Each other layer is one op, and so is its derivative. A
+layer counts as equal if it computes the same, and the same arguments require grad. Once the first layer and its derivative are traced,
+their nodes are copied for the others.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from hostweave.torch.repeats import laid_out, numbers, results_of, write_out
 
 @dataclass(eq=False)
 class _FirstDerivative:
-    """A layer that is traced, the number of it and that of its derivative."""
+    """A traced layer, with its number and the number of its derivative."""
 
     path: str
     number: int
     derivative: int
-    differentiable: list[int] = field(default_factory=list)  # the places of the results that have gradients
-    reached: list[int] = field(default_factory=list)  # the places of the arguments that these depend on by what has gradients
+    differentiable: list[int] = field(default_factory=list)  # positions of the results that have gradients
+    reached: list[int] = field(default_factory=list)  # positions of the arguments on which these depend through differentiable functions
 
 
 class Derivatives:
@@ -37,7 +36,7 @@ class Derivatives:
         self._firsts: dict[object, _FirstDerivative] = {}
 
     def restart(self) -> None:
-        """Before the graph is traced: AOTAutograd does it twice."""
+        """Called before each trace of the graph, because AOTAutograd traces it twice."""
         self.close()
         self._firsts = {}
 
@@ -60,7 +59,7 @@ class Derivatives:
         return _applied(ops.layer_ends, _begin, first, first.differentiable, first.differentiable, first.differentiable, results)
 
     def write_out(self, graph: FxGraph) -> None:
-        """Copies the nodes of firsts, and of their derivatives, for the others."""
+        """Copies the nodes of traced layers and of their derivatives for equal layers."""
         firsts = self._firsts.values()
         path_of = {number: first.path for first in firsts for number in (first.number, first.derivative)}
         write_out(graph, path_of, {first.derivative: first.number for first in firsts})
@@ -76,7 +75,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> list[int]:
-    """The places of the values that results depend on by functions with derivatives."""
+    """Positions of the values on which results depend through differentiable functions."""
     begin = next((one.grad_fn for one in begun if one.requires_grad), None)
     functions = list(dict.fromkeys(one.grad_fn for one in results if one.grad_fn is not None))
     seen, found = set(functions), set()
@@ -91,7 +90,7 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
 
 
 def _with_gradients(values: Sequence[torch.Tensor]) -> list[int]:
-    """The places of those that have gradients."""
+    """Positions of the values that have gradients."""
     return [place for place, one in enumerate(values) if one.requires_grad]
 
 
@@ -100,7 +99,7 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 
 Positions = list[int]
-TracedOp = Callable[[list[Any], int], Any]  # of values, and the number of what is traced
+TracedOp = Callable[[list[Any], int], Any]  # takes values, and the number of the traced layer
 
 
 def _applied(
@@ -112,8 +111,8 @@ def _applied(
     differentiable: Positions,
     values: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Results of an op of a layer. In its derivative another op takes the gradients of the results at the places `given`, and makes those
-    of the values at the places `made`."""
+    """Results of an op of a layer. In its derivative, another op takes the gradients of the results at positions `given`, and returns the
+    gradients of the values at positions `made`."""
     results: Sequence[torch.Tensor] = _Applied.apply(op, derivative, first, given, made, differentiable, *values)  # type: ignore[no-untyped-call]
     return results
 

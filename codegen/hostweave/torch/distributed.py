@@ -1,6 +1,6 @@
-"""Modules as torch.distributed prepares them: `parallelize_module`, then `fully_shard`.
+"""Modules prepared by torch.distributed: `parallelize_module`, then `fully_shard`.
 
-Their hooks gather and cast DTensors. A program does both itself, so the hooks are set aside while a module is exported.
+Their hooks gather and cast DTensors. A program does both itself, so the hooks are disabled while a module is exported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.types.mesh import Mesh
 
-_OURS = -1  # the number of a hook that stands in for one of fully_shard: numbers of torch begin with 0
+_OURS = -1  # number of a hook that replaces a hook of fully_shard; torch's numbers begin with 0
 
 
 def states(module: nn.Module) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def states(module: nn.Module) -> dict[str, Any]:
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes over which `fully_shard` shards or replicates parameters; none for a module that it was not called on.
 
-    Raises ProgramError if they are no axes of the mesh, and for settings of `fully_shard` that change gradients.
+    Raises ProgramError if they are not axes of the mesh, or if settings of `fully_shard` change gradients.
     """
     found: dict[tuple[str, ...], str] = {}
     for path, state in states(module).items():
@@ -52,16 +52,16 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Arguments of as many rows as `count` ranks have together, and the number of rows.
+    """Arguments with the rows of `count` ranks together, and the number of rows.
 
-    Rows are the first dim of the first tensor. Tensors with another first dim stay as they are.
+    Rows are the first dim of the first tensor. Tensors with another first dim do not change.
     """
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
-    """True for a tensor with so many rows."""
+    """True for a tensor with `rows` rows."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
 
 
@@ -70,9 +70,9 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 @contextmanager
 def on_global_tensors(module: nn.Module) -> Iterator[None]:
-    """While it lasts, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook makes DTensors.
+    """Inside, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook creates DTensors.
 
-    Where a MixedPrecisionPolicy has a `param_dtype`, they have that dtype, and arguments are cast to it.
+    If a MixedPrecisionPolicy has a `param_dtype`, they have this dtype, and arguments are cast to it.
     """
     mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def on_global_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """The hooks that were there before, in their order, and then those that the module has got since."""
+    """Restores the hooks: first the earlier ones in their order, then hooks that were added since."""
     now = {**before, **hooks}
     hooks.clear()
     hooks.update(now)
@@ -109,7 +109,7 @@ def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtype in which each parameter is used, by its id, where `fully_shard` casts it."""
+    """The dtype in which each parameter is used, by its id, for parameters that `fully_shard` casts."""
     found = {}
     for state in states(module).values():
         dtype = state._mp_policy.param_dtype
@@ -119,7 +119,7 @@ def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
-    """Casts arguments and results of a module while the stack lasts, as its policy has it."""
+    """Casts arguments and results of a module by its policy until the stack is closed."""
     if policy.param_dtype and policy.cast_forward_inputs:
         part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
         part._forward_pre_hooks_with_kwargs[_OURS] = True
@@ -132,7 +132,7 @@ def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
 
 @cache
 def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that cast floats among arguments and results; the same for all modules, so that layers stay alike."""
+    """Hooks that cast floats among arguments and results; one pair for all modules, so that layers stay equal."""
 
     def cast(values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
@@ -141,7 +141,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Gives parameters their own dtypes again, and casts each one before its first use, in the layer of that."""
+    """Restores the dtypes of parameters, and casts each one before its first use, in the layer of that use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:

@@ -33,12 +33,12 @@ from hostweave.torch.scaled import with_quantized_linears
 
 _TORCH = str(Path(torch.__file__).parent)
 
-# Ops that stay as they are written: one op here, or a composite that the compiler knows.
+# Ops that are not decomposed: one op here, or a composite that the compiler knows.
 _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
-# Ops of core ATen that are decomposed nevertheless, as torch does it.
+# Ops of core ATen that are decomposed nevertheless, by torch's rule.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
@@ -49,10 +49,10 @@ max_pool2d_with_indices_backward
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """The graph of the module for these inputs, functional and in core ATen but for `_KEPT`; which layers were traced, by path; and the
-    names of the attributes that each module read of itself, by path.
+    """Returns the graph of the module for these inputs, which is functional and in core ATen except for `_KEPT`. Also returns which layers
+    were traced, by path, and the attributes that each module read, by path.
 
-    With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops. Raises ProgramError.
+    With `training`, values without gradient, from detach() or torch.no_grad(), are marked by ops. Raises ProgramError.
     """
     repeats = Repeats(module)
     try:
@@ -64,7 +64,7 @@ def exported(
             warnings.catch_warnings(),
             _without_logs(),
         ):
-            warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
+            warnings.simplefilter("ignore", FutureWarning)  # torch.export raises it for its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             with repeats.standing_in(), watched(module) as (reads, _):
                 program = call()
@@ -95,7 +95,7 @@ def exported(
 
 
 def _line_of(error: Exception) -> Location | None:
-    """The innermost line outside of torch and this package that an error came through."""
+    """The innermost line of an error's traceback outside of torch and this package."""
     steps = [step for step in traceback.walk_tb(error.__traceback__) if not is_of_package(step[0])]
     own = [(code.co_filename, line) for code, line in ((frame.f_code, line) for frame, line in steps) if _is_users(code.co_filename)]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
@@ -107,11 +107,11 @@ def _is_users(file: str) -> bool:
 
 _MATERIALIZE = "torch._export.utils._materialize_cpp_cia_ops"
 _materialize = getattr(torch._export.utils, _MATERIALIZE.rpartition(".")[2], lambda: None)
-_materialized: list[str] = []  # composite ops that torch.ops has
+_materialized: list[str] = []  # composite ops in torch.ops
 
 
 def _materialize_once() -> None:
-    """Puts the composite ops of C++ into torch.ops, if the application has registered more of them since."""
+    """Adds the composite ops of C++ to torch.ops, if the application has registered more since."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     if registered != _materialized:
         _materialize()
@@ -120,9 +120,8 @@ def _materialize_once() -> None:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """While it lasts, torch neither logs what its errors say, too, nor prints the graph that it has of a module that fails.
-
-    It also looks up each composite op once, and not once for each namespace of ops in each export.
+    """Inside, torch does not log its errors, and does not print the graph of a module that fails. It also looks up each composite op once,
+    not once for each namespace in each export.
     """
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     before = [logger.disabled for logger in loggers]
@@ -138,7 +137,7 @@ def _without_logs() -> Iterator[None]:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions: torch.export's without `_KEPT`, torch's of `_NOT_KEPT`, and those of this package."""
+    """Decompositions: the rules of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
     return {
@@ -150,15 +149,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def before_derivatives() -> dict[Any, Callable[..., Any]]:
-    """Ops that torch, too, decomposes before it derives. An op with a derivative of its own is taken apart after it: the derivative
-    of softplus as it is composed is NaN where exp(x) is infinite."""
+    """Ops that are decomposed before differentiation, as in torch. An op with a custom derivative is decomposed later: the derivative of
+    decomposed softplus is NaN if exp(x) is infinite."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return {op: rule for op, rule in decompositions().items() if op in COMPOSED or op.has_kernel_for_dispatch_key(composite)}
 
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """While it lasts, hooks raise ProgramError, as they change gradients and are no part of a graph. A Function of the user's is one op."""
+    """Inside, hooks raise ProgramError, because they change gradients outside of the graph. A user's Function is one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -171,7 +170,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         return call
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # reentrant: what is saved is decided for the whole graph
+        if cls is CheckpointFunction:  # reentrant checkpoint: saved values are chosen for the whole graph
             function, _, *given = args
             return function(*given)
         if not cls.__module__.startswith("torch._"):  # functions of tracing itself
@@ -187,7 +186,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Has an op, which decompositions keep, where values lose their gradients. Raises ProgramError where they are written to then."""
+    """Inserts an op where values lose their gradients, which decompositions keep. Raises ProgramError if such a value is written to."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name in ("aten.detach.default", "aten.detach_.default"):
@@ -202,7 +201,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Raises ProgramError where a node, or a view of it, is written to: what it shares its memory with is changed, too."""
+    """Raises ProgramError if a node or a view of it is written to, because the write also changes the original."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
@@ -214,7 +213,7 @@ def _expect_unwritten(node: Node) -> None:
 
 
 def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """The same; what is concatenated has elements: x[..., n:] has none where a rotary embedding covers all n features of a head."""
+    """Removes empty operands of concatenations. x[..., n:] is empty if a rotary embedding covers all n features of a head."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, *dim = node.args
         node.args = ([t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)], *dim)

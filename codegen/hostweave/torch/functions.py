@@ -1,7 +1,6 @@
-"""Functions of torch on tensors of a fusion: `torch.relu(x)`, `torch.nn.functional.silu(x)`, where a fusion is written with them.
-
-A call is recorded as ATen ops, on tensors without memory, and these are looked up in the table as those of modules are. Sizes that are
-known only at a call are numbers meanwhile that nothing else is likely to give.
+"""Functions of torch on tensors of a fusion: a fusion may call `torch.relu(x)` or `torch.nn.functional.silu(x)`. A call is recorded as ATen
+ops on tensors without memory, which are looked up in the table, as for modules. Meanwhile, unusual numbers replace sizes that are known
+only at a call.
 """
 
 from __future__ import annotations
@@ -29,9 +28,18 @@ from hostweave.torch.graph import is_known, op_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TORCH = str(Path(torch.__file__).parent)
-_SMOOTH = 48  # a size that is split into 2, 3, 4, 6, 8 and so on stays whole
+_SMOOTH = 48  # sizes are multiples, so that they can be split by 2, 3, 4, 6, 8 ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
-_TAKE_SIZES = ("slice", "select", "arange", "split", "view", "expand", "_unsafe_view", "reshape")  # whose entries go by the result's shape
+_TAKE_SIZES = (
+    "slice",
+    "select",
+    "arange",
+    "split",
+    "view",
+    "expand",
+    "_unsafe_view",
+    "reshape",
+)  # ops whose entries use the result's shape
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -55,7 +63,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Sizes:
-    """The numbers that stand for the sizes of the tensors of a call."""
+    """The numbers that replace the sizes of the tensors of a call."""
 
     def __init__(self, name: str, tensors: Sequence[hw.Tensor]):
         symbols = sorted({symbol for x in tensors for dim in x.type.dims for symbol in dim.size.symbols})
@@ -70,7 +78,7 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """The sizes that these numbers stand for."""
+        """The sizes that these numbers replace."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:
@@ -98,7 +106,7 @@ class _Sizes:
 
 
 def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Sizes) -> tuple[GraphModule, Any]:
-    """The ATen ops of a call, and what it returns."""
+    """The ATen ops of a call, and its results."""
     returned: list[Any] = []
     blank = [torch.empty(sizes.of(leaf), dtype=torch_dtype(leaf), device="meta") for leaf in leaves if isinstance(leaf, hw.Tensor)]
 
@@ -117,7 +125,7 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
             missing = {op: op.decompose for op in unknown if op.has_kernel_for_dispatch_key(_COMPOSITE)}
             table |= missing
         return recorded, returned[0]
-    except Exception as error:  # of many kinds
+    except Exception as error:  # torch raises errors of many kinds
         raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error
 
 

@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs: one for prompts, and one for a token of each sequence."""
+"""`generate` of transformers on compiled programs: one for prompts, and one for the next token of each sequence."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # their dim 1 is that of tokens, or the last one
-_ROUNDED = 64  # lengths of caches are multiples, so that prompts of about the same length have one program
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # arguments whose dim of tokens is dim 1 or the last one
+_ROUNDED = 64  # lengths of caches are multiples of it, so that prompts of similar length share a program
 
 
 class Generation:
-    """Programs of a module that generates, by what they take. Each is compiled when it is first called."""
+    """Programs of a module that generates, by their arguments. Each is compiled on its first call."""
 
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
         """`compile` compiles the module for keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
-        self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of the dims of caches that the plan shards, by name; else 0
+        self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of dims of caches that the plan shards, by name; 0 for other dims
         parameters = inspect.signature(module.forward).parameters
         self._word = next((word for word in _CACHE_WORDS if word in parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
@@ -37,7 +37,7 @@ class Generation:
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Sequences, as transformers generates them, with a static cache. Raises ArgumentError where there can be none."""
+        """Generates sequences like transformers, with a static cache. Raises ArgumentError if a static cache is not possible."""
         if not self._word:
             raise ArgumentError(
                 f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
@@ -54,7 +54,7 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """How many tokens a sequence has at most, prompt included, or more."""
+        """Upper bound of the number of tokens of a sequence, including the prompt."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
@@ -65,7 +65,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """A static cache. Windows are a matter of masks: a layer that slides has all positions, too."""
+        """A static cache. Windows are applied by masks, so a layer with a sliding window has all positions, too."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -104,7 +104,7 @@ class Generation:
         return program(**kwargs)
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
-        """A program for these arguments, of other lengths, too, where the module computes the same for them."""
+        """A program for these arguments, and for other lengths if the module computes the same for them."""
         try:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
@@ -114,7 +114,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """The sizes that differ from call to call, where the module computes the same for all of them: those of tokens and masks."""
+        """The sizes of tokens and masks, which differ between calls, if the module computes the same for all sizes."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

@@ -1,4 +1,4 @@
-"""From an exported graph to a fusion: constants are computed, ops looked up, and repeated modules made functions."""
+"""An exported graph, prepared for its translation to a fusion: inputs, constants, shardings and names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESHARD = "hostweave.reshard.default"  # which states the sharding of a value
 
 @dataclass(frozen=True)
 class Origin:
-    """Meaning of a placeholder: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value.
+    """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module with this name and value.
 
     A "written" one is a buffer that the forward pass of a training program writes to.
     """
@@ -43,40 +43,40 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Use that a program makes of gradients, the last values of a graph: results in the memory of inputs."""
+    """Code that a program appends to use gradients, the last values of a graph. It returns results in the memory of inputs."""
 
-    types: dict[str, TensorType]  # of all inputs, in order: those of the graph, and its own
-    donated: dict[str, int]  # for each input that is written the number of the result
-    gradients: int  # how many values it takes
-    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # of all inputs and the gradients
+    types: dict[str, TensorType]  # types of all inputs, in order: of the graph, and additional ones
+    donated: dict[str, int]  # written input -> number of the result
+    gradients: int  # number of gradients that it takes
+    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # from all inputs and the gradients
 
 
 @dataclass
 class Graph:
-    """A graph of ATen ops, read: which nodes are inputs, parameters and constants, and under which names."""
+    """A graph of ATen ops, with the meanings and names of its inputs, parameters and constants."""
 
     fx: torch.fx.Graph
-    origins: dict[Node, Origin]  # of each placeholder
+    origins: dict[Node, Origin]  # placeholder -> meaning
     layouts: Layouts
     mesh: hw.Mesh
-    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # the shardings that values are given where they are made
-    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # the shardings in which parameters are used
-    results: list[AxesOfDims | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
-    labels: list[str] = field(default_factory=list)  # the names of outputs, where they have some
+    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # shardings that are stated where values are computed
+    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # shardings in which parameters are used
+    results: list[AxesOfDims | None] | None = None  # shardings of outputs; None for an inferred one, or for all as in the plan
+    labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
     spec: Any = None  # PyTorch's description of what the module returns
     update: GradientUpdate | None = None
-    names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
+    names: dict[Node, str] = field(default_factory=dict)  # names of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
-    uniform: dict[Node, Any] = field(default_factory=dict)  # constants of several elements that are equal, and the number
-    written: dict[Node, Node] = field(default_factory=dict)  # what arguments and buffers become that the module writes to
-    checks: list[Node] = field(default_factory=list)  # what raises an error for values, after a call
+    uniform: dict[Node, Any] = field(default_factory=dict)  # constants with equal elements, and the number
+    written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
+    checks: list[Node] = field(default_factory=list)  # nodes whose values raise an error after a call
     tokens: int = 0  # how many outputs order the checks, and come first
-    is_derived_from: bool = False  # its ops are taken apart once the derivative is made
-    traced: dict[str, str] = field(default_factory=dict)  # of modules that repeat, how they came into the graph
-    reads: dict[str, set[str]] = field(default_factory=dict)  # by the path of a module, the names of what it read of itself
+    is_derived_from: bool = False  # its ops are decomposed after the derivative is computed
+    traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the module that stands in for it
+    reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
 
     def __post_init__(self) -> None:
         taken = dict[str, str]()
@@ -102,9 +102,9 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that are computed by the program, in order: they depend on an input or a parameter, and an output on them.
+        """The nodes that the program computes, in order: they depend on an input or a parameter, and an output depends on them.
 
-        Sizes are no values of a program: they stand in the types of what has them."""
+        Sizes are not values of a program: they are part of types."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
         needed = set(self.outputs)
         for node in reversed(calls):
@@ -135,7 +135,7 @@ class Graph:
 
     @property
     def donated(self) -> dict[str, int]:
-        """For each input of the fusion that is written the number of the result that takes its memory."""
+        """Maps each written input of the fusion to the number of the result that takes its memory."""
         if self.update:
             return self.update.donated
         made = [node for node in self.outputs if node not in self.constants]
@@ -143,7 +143,7 @@ class Graph:
 
     @property
     def outputs(self) -> list[Node]:
-        """The nodes of what the graph returns."""
+        """The returned nodes of the graph."""
         return [node for node in self.returned if isinstance(node, Node)]
 
     @cached_property
@@ -157,7 +157,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> set[str]:
-        """The buffers and constants of the module of which the program has only what was computed of them at compile."""
+        """The buffers and constants of the module from which the program holds only values computed at compile time."""
         read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
         known, following = set[Node](), [node for node in read if node in self.constants]
         while following:
@@ -169,7 +169,7 @@ class Graph:
 
     @cached_property
     def last_of(self) -> dict[str, Node]:
-        """The node that makes what a module returns, by the module's path."""
+        """The last node of each module, by the module's path."""
         return {path: node for node in self.nodes for path in modules_of(node)}
 
     def is_held(self, node: Node) -> bool:
@@ -178,12 +178,12 @@ class Graph:
         return name in self.parameters or name in self.bound
 
     def wrong_dims(self, path: str, made: Any) -> ProgramError:
-        """Why what a module returns cannot have the sharding that the plan states."""
+        """Error: the result of a module cannot have the sharding that the plan states."""
         dims, stated = getattr(made, "ndim", "several results of"), len(self.layouts.outputs[path])
         return ProgramError(f"plan: {path} returns {dims} dims, but {stated} are stated; write an axis or - for each dim")
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes what depends on constants alone; buffers are constants where nothing else goes into it."""
+        """Computes values that depend on constants only. Buffers count as constants for values without other inputs."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -198,7 +198,7 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # the constants that the program reads are inputs of it, but for numbers and masks that are words
+        for node in self.nodes:  # constants that the program reads become inputs, except numbers and masks that have a word
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
@@ -220,7 +220,7 @@ class Graph:
                 self.bound[name] = value.contiguous()
 
     def _expect_table(self) -> None:
-        """Raises ProgramError for all ops that are missing, before anything runs."""
+        """Raises ProgramError for all unsupported ops, before anything runs."""
         missing = [node for node in self.nodes if not is_known(node)]
         if missing:
             counts = Counter(op_of(node) for node in missing)
@@ -242,11 +242,11 @@ class Graph:
 
     @property
     def part(self) -> hw.Mesh | None:
-        """Its mesh, if that is a part of the program's."""
+        """The mesh of the graph, if it is a part of the program's mesh."""
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """The same, with these inputs whole on each rank, which takes its block of them. `results` are the types of its outputs."""
+        """The same graph, with these inputs replicated. Each rank slices its block. `results` are the types of its outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -266,7 +266,7 @@ class Graph:
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
-    """The error, with the nodes that it is of; those of an inner error stay."""
+    """The error with the nodes that caused it. An inner error keeps its nodes."""
     vars(error).setdefault("nodes", nodes)
     return error
 
@@ -284,7 +284,7 @@ _INSTEAD = {
 
 
 def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False) -> Graph:
-    """The graph of an exported program. Raises ProgramError for what it does not take."""
+    """The graph of an exported program. Raises ProgramError if a part of it is not supported."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     by_name = {node.name: node for node in exported.graph.nodes}
@@ -324,7 +324,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 
 
 def _keys_in(spec: Any, path: str = "") -> Iterator[str]:
-    """Keys of a module's results in what it returns, such as fields of classes, joined by "_". Places in tuples are numbers."""
+    """Keys of a module's results, such as fields of classes, joined by "_". Elements of tuples have numbers."""
     children = spec.children() if hasattr(spec, "children") else spec.children_specs
     keys = getattr(spec.context, "_fields", spec.context)
     if not isinstance(keys, list | tuple) or list(map(type, keys)) != [str] * len(children):
@@ -344,7 +344,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The number that all elements are; None if they differ."""
+    """The value of all elements; None if they differ."""
     first = value.flatten()[:1]
     is_same = bool((value == first).all()) and not (value.is_floating_point() and bool((value.signbit() != first.signbit()).any()))
     return first.item() if is_same and value.numel() else None
@@ -355,12 +355,12 @@ def is_known(node: Node) -> bool:
 
 
 def is_complex(node: Any) -> bool:
-    """True if a node joins the real and the imaginary part of a result, which a program returns apart."""
+    """True if a node joins the real and the imaginary part of a result. A program returns the parts separately."""
     return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
 
 
 def is_size(node: Node) -> bool:
-    """True if a node makes a size that is known at a call, or a condition on sizes."""
+    """True if a node computes a size that is known only at a call, or a condition on sizes."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
@@ -393,16 +393,17 @@ def size_of(size: int | torch.SymInt) -> int | str:
 
 
 def modules_of(node: Node) -> list[str]:
-    """The paths of the modules in which a node was made, the outermost first; of a derivative, in which what it is derived from was."""
+    """The paths of the modules in which a node was traced, the outermost first. A node of a derivative has the modules of its forward
+    node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [path for path, _ in stack.values() if path]
 
 
-_NOTE = "Gradient addition node due to"  # which torch writes behind the line of a sum of gradients
+_NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
 
 
 def location(node: Node) -> Location | None:
-    """The user's line that made a node: the innermost that is not torch's own."""
+    """The user's line that created a node: the innermost line outside of torch."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")] or frames
     if not own:
@@ -412,7 +413,7 @@ def location(node: Node) -> Location | None:
 
 
 def name_of_constant(node: Node) -> str:
-    """The user's name of a value, or of what it is a view of, where the line that made it says so; else torch's."""
+    """The user's name of a value or of the value that it views, if its line assigns one; otherwise torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)
@@ -428,7 +429,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of(target: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` as `model_mlp_up_proj_weight_3`: numbers of layers last, as arrays of structs have them."""
+    """`model.layers.3.mlp.up_proj.weight` as `model_mlp_up_proj_weight_3`: the layer's number comes last, as arrays of structs require."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return "_".join([word for word in words if not word.isdigit()] + numbers)
@@ -458,7 +459,7 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
 
 
 def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
-    """x, an update of it, where that begins, and the dim, of `x.index_copy(dim, arange(n) + begin, update)`, as caches are written."""
+    """(x, update, begin, dim) of a node `x.index_copy(dim, arange(n) + begin, update)`, which writes a cache."""
     if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):
         return None
     x, indices, update = node.args[:3]
@@ -475,11 +476,11 @@ def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
 
 
 def repeated(node: Any) -> Node | None:
-    """The keys [B, G, S, E] of which a node has every head several times, as transformers' `repeat_kv` writes it."""
+    """The keys [B, G, S, E] before a node repeats each head, as transformers' `repeat_kv` does."""
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":
-            continue  # of one group of heads the view needs no copy
+            continue  # with one group of heads the view needs no copy
         if op_of(chain[-1]) != op:
             return None
         chain.append(chain[-1].args[0])
@@ -489,7 +490,7 @@ def repeated(node: Any) -> Node | None:
 
 
 def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """x and the tables of `x * cos + rotate_half(x) * sin`, as transformers writes rotary embeddings, with tables that have no gradient."""
+    """x and the tables of `x * cos + rotate_half(x) * sin`, the rotary embedding of transformers, if the tables have no gradient."""
     products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
     if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
         return None

@@ -49,11 +49,11 @@ _SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.de
 
 @dataclass
 class Joint:
-    """The two graphs of a module, and how they hang together. Values are numbered as the joint graph takes and returns them."""
+    """The forward and backward graph of a module, and their common values. Values are numbered in the order of the joint graph."""
 
-    outer: Graph  # as exported
+    outer: Graph  # the exported graph
     sources: list[Node]  # the nodes of `outer` that the joint graph takes
-    origins: list[Origin]  # what they stand for, and then the seeds
+    origins: list[Origin]  # the placeholders that `sources` stand for, then the seeds
     results: list[Node]  # the nodes of `outer` that are computed
     differentiable: list[bool]  # which results have gradients
     whole: GraphModule  # results, then the gradients of all sources
@@ -92,19 +92,19 @@ class Joint:
         return graph
 
     def _labels(self, alone: str) -> list[str]:
-        """Names of the results: the keys under which the module returns them. A single result without a key is called `alone`."""
+        """Names of the results, which are their keys in the module's return value. A single result without a key is called `alone`."""
         return [self.outer.keys.get(node, alone if len(self.results) == 1 else "") for node in self.results]
 
     @property
     def tangents(self) -> dict[str, str]:
-        """Names of the gradients of results, by the names that they have in the graphs."""
+        """Names of the gradients of results, by their names in the graphs."""
         labels = [label for label, has in zip(self._labels("y"), self.differentiable, strict=True) if has]
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
         """Graph of the results and then of the parameters' gradients. The one scalar result is the loss.
 
-        `scale` names an argument by which the loss is multiplied for the gradients.
+        `scale` names an argument that multiplies the loss before gradients are computed.
         """
         whole = self._joined()
         origins = self._origins(whole)
@@ -121,7 +121,7 @@ class Joint:
         return graph
 
     def _joined(self) -> GraphModule:
-        """The forward graph and then the backward graph, which computes again what the partitioner has not saved."""
+        """The forward graph and then the backward graph, which recomputes values that were not saved."""
         graph, root = torch.fx.Graph(), torch.nn.Module()
         values: dict[str, Node] = {}
         for node in self.whole.graph.nodes:
@@ -140,7 +140,7 @@ class Joint:
                     own[node] = graph.node_copy(node, own.__getitem__)
                     if node.op == "get_attr":
                         setattr(root, node.target, getattr(part, node.target))
-                    if part is self.backward and "nn_module_stack" in node.meta:  # what is computed again belongs to the derivative
+                    if part is self.backward and "nn_module_stack" in node.meta:  # recomputed nodes belong to the derivative
                         own[node].meta["fwd_nn_module_stack"] = own[node].meta.pop("nn_module_stack")
             values.update((node.name, copy) for node, copy in own.items())
         graph.output(tuple(returned))
@@ -148,7 +148,7 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """The shardings of results: replicated, but for those that the plan or the module states, and for rows of ranks."""
+        """The shardings of results: replicated, unless the plan or the module states a sharding, or a result has the rows of a rank."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
@@ -157,7 +157,7 @@ class Joint:
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
         """Graph of the gradients of parameters and arguments, from saved values and gradients of results.
 
-        `types` are those of the forward program's results, in its order.
+        `types` are the types of the forward program's results, in order.
         """
         made = iter(types)
         axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
@@ -167,7 +167,7 @@ class Joint:
         of_name = {node.name: node for node in origins}
         for (saved, name), one in zip(self.saved.items(), axes[len(self.results) :], strict=True):
             node, stated[name] = of_name[saved.name], one
-            del origins[node]  # so that they stand in their order, behind the others
+            del origins[node]  # so that they follow the others, in order
             origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
         layouts = self._layouts()
         inputs = {**layouts.inputs, **{name: one for name, one in stated.items() if one is not None}}
@@ -178,7 +178,8 @@ class Joint:
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
-        """The shardings of gradients, and those that are given where they are made. What layers pass on is placed behind the first."""
+        """The shardings of gradients, and shardings that are stated where gradients are computed. Gradients between layers get the sharding
+        after the first layer."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
 
@@ -188,7 +189,7 @@ class Joint:
         return _in_rows(_named(self._kept(self.forward)))
 
     def source_of(self, node: Node) -> int | None:
-        """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
+        """The number of the source for a placeholder of one of the graphs; None for other placeholders."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
@@ -197,7 +198,7 @@ class Joint:
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
-        """The sharding of what an origin is, and of its gradient."""
+        """The sharding of an origin's tensor, and of its gradient."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -216,9 +217,8 @@ class Joint:
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """The forward and backward graph of an exported module. `wanted` says of which of its arguments gradients are.
-
-    With `of_loss` gradients are those of the one result that is a scalar.
+    """The forward and backward graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss` they are
+    gradients of the only scalar result.
     """
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
@@ -287,7 +287,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradients of results that have the rows of a rank: losses of ranks are averaged, as `fully_shard` does."""
+    """Divides the gradients of results that have the rows of a rank, because losses of ranks are averaged, as in `fully_shard`."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -340,7 +340,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
 
 
 def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
-    """Computes a node of the exported graph, with ops that have derivatives of their own if there are any."""
+    """Computes a node of the exported graph, with ops that have custom derivatives if possible."""
 
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
@@ -365,7 +365,7 @@ def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, patt
         made = (made, None) if op == "native_dropout.default" else made
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
-    elif op == "view.default":  # strides are those of kernels of one device, and mean nothing here
+    elif op == "view.default":  # strides come from single-device kernels, and have no meaning here
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
         made = with_derivative(args[1], args[0])
@@ -396,14 +396,14 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """A mask as what is added to the scores, with all columns."""
+    """Converts a mask to a bias that is added to the scores, with all columns."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
 
 
 def _simplify(made: GraphModule) -> None:
-    """Takes out what does not compute, and gives nodes of the backward pass the user's lines of those that they are derived from."""
+    """Removes nodes that do not compute, and gives nodes of the backward pass the user's lines of their forward nodes."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
         if node.op == "call_function" and op_of(node) in _SAME:
@@ -420,7 +420,7 @@ def _simplify(made: GraphModule) -> None:
 
 
 def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Has the backward pass take views of sources again, which the forward pass would have to copy in order to save them."""
+    """Makes the backward pass recompute views of sources, because the forward pass would have to copy them to save them."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -433,7 +433,8 @@ def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
 
 
 def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Has layers that compute the same save what most of them do, as cuts of one size leave a choice. False where they do already."""
+    """Makes equal layers save the same values: those that most of them save. Cuts of equal size leave a choice. Returns False if nothing
+    changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():
@@ -452,7 +453,7 @@ def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def _named(saved: list[Node]) -> dict[Node, str]:
-    """Names for saved values: those of layers that repeat have the layer's number last, as arrays of structs have them."""
+    """Names for saved values: the names of repeated layers end with the layer's number, as arrays of structs require."""
     counts: Counter[str] = Counter()
     names = {}
     for node in saved:
@@ -467,7 +468,7 @@ def _named(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values: those that all layers save, layer by layer, and then those of some layers only."""
+    """Sorts saved values: first values that all layers save, layer by layer, then the others."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -1,4 +1,4 @@
-"""Modules of a list, such as the layers of a model, that compute the same."""
+"""Equal modules of a list, such as the layers of a model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hostweave.torch.graph import Graph, is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """One of the modules that repeat: consecutive nodes, what they read from outside, and which of them are read there."""
+    """A repeated module: consecutive nodes, the values that they read from outside, and the nodes that are read outside."""
 
     path: str
     name: str
     nodes: list[Node]
     arguments: list[Node]
     results: list[Node]
-    like: Layer | None = None  # the first of those that compute the same
-    chain: list[Node | None] = field(default_factory=list)  # of each argument, the result that takes its place in the next layer
+    like: Layer | None = None  # the first of the equal layers
+    chain: list[Node | None] = field(default_factory=list)  # argument -> result that the next layer takes in its place
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Each argument, and the result of the first layer that others like it have in its place."""
+        """Each argument, and the result of the first layer that equal layers take in its place."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
@@ -46,7 +46,8 @@ class Layer:
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
+    """The modules of a list, such as `layers.0`, that compute the same as other modules of the list. Compares the structure of their
+    nodes."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -82,7 +83,7 @@ def alike(layers: list[Layer]) -> list[Layer]:
 
 
 class Path(NamedTuple):
-    """Path and class of a module of a list. In the graph of a whole step a module's derivative has a path of its own."""
+    """Path and class of a module of a list. In the graph of a whole step, a module's derivative has a separate path."""
 
     path: str
     kind: str
@@ -90,7 +91,7 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """The module of a list in which each node is. What sums up gradients is where the last of them is made."""
+    """Maps each node to its module of a list. A sum of gradients belongs to the module of its last term."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:
@@ -109,9 +110,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values that several modules use and that the first one makes from no tensor of its own, such as the bias for a mask.
-
-    What is derived from a module, in the reverse order, is its own.
+    """Values that several modules use, and that the first one computes from shared tensors only, such as the bias of a mask. Values of a
+    module's derivative are not shared.
     """
     free, shared = set[Node](), set[Node]()
     for node in nodes:
@@ -130,7 +130,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
+    """Sorts the nodes such that the nodes of a group are consecutive, if no node between them depends on one and feeds another."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}
@@ -142,7 +142,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
             for key, of_key in members.items()
         }
         sorter = TopologicalSorter(before)
-        with suppress(CycleError):  # what is before a cycle can be sorted all the same
+        with suppress(CycleError):  # nodes before a cycle can still be sorted
             sorter.prepare()
         ready, sorted_ = [first[key] for key in sorter.get_ready()], list[Any]()
         heapify(ready)
@@ -171,7 +171,7 @@ def _layer(graph: Graph, of: Path, nodes: list[Node]) -> Layer:
 
 
 def snake_case(name: str) -> str:
-    """The name of a function for that of a class: llama_decoder_layer for LlamaDecoderLayer."""
+    """Converts the name of a class to the name of a function: llama_decoder_layer for LlamaDecoderLayer."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 

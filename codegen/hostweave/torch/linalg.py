@@ -1,6 +1,5 @@
-"""ATen's factorisations of matrices, written with others: a step for each row, for matrices of up to 32 rows. See `composed`.
-
-An error is told as torch's ops with `_ex` tell it, by the number of the first row that fails, `info`.
+"""ATen's factorisations of matrices, written with other ops: one step per row, for matrices of up to 32 rows. See `composed`. Errors are
+reported like in torch's ops with `_ex`: `info` is the number of the first row that fails.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an op; of larger matrices, and of complex ones, there is none."""
+    """The rule of an op, which refuses larger and complex matrices."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -42,7 +41,7 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """x of a x = b, of which a triangle of a is read: each row of x is taken off those that follow."""
+    """Solves a x = b, where a is triangular: subtracts each row of x from the following rows."""
     n = a.shape[-1]
     found: dict[int, Any] = {}
     for i in range(n - 1, -1, -1) if upper else range(n):
@@ -95,7 +94,7 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """L and U in one matrix, the row that each step takes, from 1, the place from which each row comes, and which steps fail."""
+    """Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and the steps that fail."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []
@@ -123,7 +122,7 @@ def lu_factor_ex(a: Any, *, pivot: bool = True, check_errors: bool = False) -> A
 
 
 def _order_of(pivots: Any, rows: Any) -> Any:
-    """The places from which rows come, by the rows that steps take."""
+    """The source of each row, from the pivot rows of the steps."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
     for k in range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1

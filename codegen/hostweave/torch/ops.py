@@ -1,7 +1,6 @@
-"""Ops of torch that training graphs have in place of ATen's: each is one op here, forward and backward, under every sharding.
-
-ATen's own derivatives flatten leading dims, which cannot be sharded then, and choose among kernels of one device. These have no kernels:
-they are traced by AOTAutograd, and compiled.
+"""Ops that replace ATen's in training graphs. Each is one op, forward and backward, under every sharding. ATen's own derivatives flatten
+leading dims, which prevents their sharding, and select single-device kernels. These ops have no kernels: AOTAutograd traces them, and they
+are compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ops = torch.ops.hostweave
 
 
 def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradients], saved: Callable[..., tuple[Any, ...]]) -> None:
-    """Defines an op: what it makes of fake tensors, its gradients, and which of inputs and output these need."""
+    """Defines an op: its results for fake tensors, its gradients, and the inputs and outputs that the gradients need."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -38,7 +37,7 @@ def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradien
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
-    """Keeps tensors and other values for a derivative, which `kept` gives back."""
+    """Saves tensors and other values for a derivative. `kept` returns them."""
     ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
     ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
 
@@ -86,7 +85,7 @@ def _nothing(*_: Any) -> tuple[Any, ...]:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product, as in torch. Derivatives have transposed operands."""
+    """The product, as in torch. Its derivatives are products of transposed operands."""
     made: torch.Tensor = ops.matmul(a, b, False, False)
     return made
 
@@ -167,7 +166,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention with the matrix of its scores in memory, as dropout needs it, and a mask of another dtype."""
+    """Attention with its scores in memory, for dropout and for masks of another dtype."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -198,7 +197,7 @@ _op(
 _op(
     "reshard(Tensor x, str layout) -> Tensor",
     lambda x, _: x.new_empty(x.shape),
-    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value is sharded as the value
+    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value has its sharding
     lambda i, _: i[1:],
 )
 LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
@@ -212,7 +211,7 @@ LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutogra
 
 @dataclass
 class _Called:
-    """A torch.autograd.Function with its arguments, in which tensors are None."""
+    """A torch.autograd.Function with its arguments, without the tensors."""
 
     function: Any
     leaves: list[Any]
@@ -234,7 +233,7 @@ LIBRARY.impl("hostweave::function", lambda given, number: _CALLED[number].apply(
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One op in place of what a torch.autograd.Function computes. Equal calls have one number, so that layers stay alike."""
+    """One op that replaces a torch.autograd.Function. Equal calls have the same number, so that layers stay equal."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
     number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))
@@ -254,7 +253,7 @@ def with_derivative(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 class Silu(torch.autograd.Function):
-    """torch's silu, whose derivative has a number 1 where ATen's has a tensor of ones."""
+    """torch's silu. Its derivative uses the number 1 in place of ATen's tensor of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

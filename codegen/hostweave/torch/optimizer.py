@@ -31,8 +31,8 @@ from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.graph import shape_of
 
 PARAMETER, GRADIENT = "parameter", "gradient"  # the values that the step of each optimizer reads
-_OFF = ("foreach", "fused")  # how an optimizer computes, not what
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that change from step to step; of others the values are compiled in
+_OFF = ("foreach", "fused")  # options that do not change the results
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that change from step to step; other options are compiled as constants
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
 
@@ -46,7 +46,7 @@ class OperandSource:
 
 @dataclass(frozen=True)
 class Number:
-    """An operand that is a number, by its place among those of the step."""
+    """An operand that is a number, by its position among the numbers of the step."""
 
     at: int
 
@@ -73,17 +73,17 @@ class UpdateStep:
 
     ops: list[UpdateOp]
     numbers: list[float]
-    roles: list[str]  # what each number is to its op: "mul", "addcdiv_value"
+    roles: list[str]  # role of each number in its op: "mul", "addcdiv_value"
     results: dict[str, OperandSource]
-    filled: dict[str, float]  # entries of the state that this step makes, and the value that they are filled with
-    host: dict[str, Any]  # entries of the state that are no tensors of the program, after the step
+    filled: dict[str, float]  # entries of the state that this step creates, and their initial value
+    host: dict[str, Any]  # entries of the state outside of the program, after the step
 
     @property
     def words(self) -> tuple[object, ...]:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """The new parameter and state, of the values by name. `numbers` are those that the program takes; the others are as recorded."""
+        """The new parameter and state, from the values by name. `numbers` are inputs of the program; the other numbers are constants."""
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -96,7 +96,7 @@ class UpdateStep:
             args, kwargs = pytree.tree_map(
                 operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, OperandSource | Number)
             )
-            if isinstance(kwargs.get("alpha"), hw.Tensor):  # entries take a number
+            if isinstance(kwargs.get("alpha"), hw.Tensor):  # ops of the table take a number
                 args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
             with stated_location(op.location):
                 made.append(computed(op.name, SimpleNamespace(meta={"val": op.made}), args, kwargs, shape_of, anything))  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter of an optimizer's group without memory, and its state, on which steps are recorded."""
+    """A parameter without memory and its state, on which the steps of an optimizer's group are recorded."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -119,9 +119,8 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step of the group's options, or of these; the state is what it was, and becomes what the step leaves.
-
-        Raises ProgramError where the code does what has no program.
+        """Records a step with the group's options, or with these, and updates the state. Raises ProgramError if the code cannot be
+        recorded.
         """
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         group = options or self._optimizer.param_groups[self._group]
@@ -142,7 +141,7 @@ class Shadow:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """The entries of the state that a program has."""
+        """The entries of the state that are tensors of the program."""
         return {key: value for key, value in self.state.items() if isinstance(value, torch.Tensor) and value.is_meta}
 
 
@@ -152,7 +151,7 @@ _REMEDY = "leave optimizer= out, and call backward() and step()"
 def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
     """The same optimizer with one parameter and without its hooks."""
     shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)  # copy() leaves out all attributes but those that are saved
+    shadow.__dict__.update(optimizer.__dict__)  # copy() would only copy the saved attributes
     shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
     shadow.state = defaultdict(dict, {parameter: dict(state)} if state else {})
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -170,7 +169,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
             parameter.grad = gradient.clone()
             try:
                 type(optimizer).step(made)
-            except Exception:  # of an entry that it expects beside these
+            except Exception:  # it expects further entries
                 return False
         ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))
@@ -180,7 +179,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down the ops on tensors of the device "meta", each as one that writes to none of its operands."""
+    """Records the ops on tensors of the device "meta". In-place ops are recorded in their functional form."""
 
     def __init__(self, given: Mapping[str, torch.Tensor], optimizer: type):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,16 +187,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
-        self._values: dict[int, dict[object, OperandSource]] = {}  # of each storage, by how a tensor lies in it
+        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in it -> value
         self._first: dict[int, OperandSource] = {}  # value of each storage
-        self._held: list[torch.Tensor] = []  # so that no other has its storage
+        self._held: list[torch.Tensor] = []  # kept alive, so that their storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
         """Returns the recorded step. State that the step fills counts as filled before the step."""
         filled: dict[str, float] = {}
-        named: dict[OperandSource, OperandSource] = {}  # what filling made -> the entry of the state
+        named: dict[OperandSource, OperandSource] = {}  # result of filling -> entry of the state
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
@@ -250,7 +249,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if base == "detach" or (base == "alias" and target is None):
             return made
         plain = _plain(func, base, overload, passed, target)
-        if isinstance(plain, torch.Tensor):  # a copy of the whole
+        if isinstance(plain, torch.Tensor):  # a copy of the whole tensor
             self._put(target, self._get(plain), anew=True)
             return made
         name, args, kwargs = plain
@@ -277,7 +276,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _location(self) -> Location | None:
-        """The line of the file of the optimizer that is being executed."""
+        """The line of the optimizer's file that is being executed."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename != self._file:
             if frame.f_back is None:
@@ -286,7 +285,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """An operand of an op: a value of the program, a number, or what says which op it is, such as a dim."""
+        """An operand of an op: a value of the program, a number, or an attribute such as a dim."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)
@@ -303,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Gives a tensor a value; one that is written has no other views from then on."""
+        """Assigns a value to a tensor. A write invalidates its other views."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -324,7 +323,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
-    """The name and arguments of the op that gives what this one writes; for a copy of a tensor as it is, that tensor."""
+    """The name and arguments of the functional form of an op. For a plain copy of a tensor, that tensor."""
     if target is None:
         names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
         return (
@@ -363,13 +362,13 @@ def _schema(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Lets code that reads a number out of a tensor of the device "meta" go on with the tensor."""
+    """Lets code that reads a number from a tensor of the device "meta" continue with the tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "item" and args[0].is_meta:
             return args[0]
-        for key, at in (("alpha", 1), ("value", 1)):  # which a number is expected for
+        for key, at in (("alpha", 1), ("value", 1)):  # arguments that must be numbers
             if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > at:
                 scaled = args[at] * kwargs[key]
                 kwargs = {name: value for name, value in kwargs.items() if name != key}
@@ -382,7 +381,7 @@ _CHANGING = threading.RLock()  # held while the module of an optimizer is change
 
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
-    """`max` and `min` of the module of an optimizer take tensors for the time. One thread at a time changes a module."""
+    """Inside, `max` and `min` in the module of an optimizer accept tensors. One thread at a time changes a module."""
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
@@ -413,14 +412,14 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
 
 
 class RecordedStep:
-    """The step of an optimizer for parameters of a group that are alike: which of its numbers change, and how its state begins."""
+    """The step of an optimizer for similar parameters of a group, with the numbers that change and the initial state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
         wide = torch.promote_types(dtype, torch.float32)
         own, self._shadow = Shadow(optimizer, group, shape, dtype), Shadow(optimizer, group, shape, wide)
         own.step()
-        self.entries: dict[str, torch.Tensor] = own.tensors  # of the state that a program has, without memory
+        self.entries: dict[str, torch.Tensor] = own.tensors  # entries of the state that a program has, without memory
         first = self._shadow.step()
         self._entries, self.order = self._shadow.tensors, list(self._shadow.state)
         self._hosts = {key: value for key, value in self._shadow.state.items() if _is_host(value)}
@@ -449,7 +448,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses other ops than later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Steps with each option that schedules change a little different, of those whose code takes it."""
+        """Steps in which one scheduled option is slightly changed, for options that the code accepts so."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -468,14 +467,13 @@ class RecordedStep:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Parameters of which these are equal have equal numbers."""
+        """Parameters with equal words have equal numbers."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """The step that follows this state of the host, None before the first one.
-
-        Raises ArgumentError where it is no longer the step that was compiled, of the module of this name.
+        """The step after this state of the host, which is None before the first step. Raises ArgumentError if it differs from the compiled
+        step of module `name`.
         """
         entries = {key: self._entries[key] for key in self.entries}
         if host is not None:
@@ -493,14 +491,14 @@ class RecordedStep:
         return step
 
     def _changed(self) -> str:
-        """An option that is not what it was at compile."""
+        """An option that has changed since compile time."""
         for key, value in self._plain_options().items():
             if str(self.options.get(key)) != str(value) and (key not in _SCHEDULED or not self.options.get(key)):
                 return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile"
         return ""
 
     def _like(self, key: str, value: float) -> Any:
-        """A value of the host, as the code of the optimizer keeps it."""
+        """A value of the host, in the form in which the optimizer keeps it."""
         return torch.tensor(value, dtype=self._hosts[key].dtype) if key in self._hosts else value
 
 
@@ -509,7 +507,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """An option that is a little different; None of what is not a number, and `of_zero` of 0."""
+    """A slightly changed option; None if it is not a number, `of_zero` for 0."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

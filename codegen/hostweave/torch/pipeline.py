@@ -36,7 +36,7 @@ from hostweave.torch.trace import traced_function
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
-AXIS = "pp"  # the mesh axis along which stages lie, unless the mesh has one axis
+AXIS = "pp"  # the mesh axis of the stages, if the mesh has several axes
 _HERE = "hostweave.torch.compile"
 
 
@@ -66,7 +66,7 @@ class _Part:
 
 @dataclass
 class _Stage:
-    """A stage: its module on its mesh, what it takes, and its functions."""
+    """A stage: its module, its mesh, the sources of its arguments, and its functions."""
 
     number: int
     module: nn.Module
@@ -75,7 +75,7 @@ class _Stage:
     outer: Graph
     joint: Joint
     forward: _Part
-    parts: dict[str, tuple[_Part, list[Any]]] = field(default_factory=dict)  # for each kind of backward action, with what it returns
+    parts: dict[str, tuple[_Part, list[Any]]] = field(default_factory=dict)  # by kind of backward action, with the results
     state: State | None = None
 
     @property
@@ -89,14 +89,14 @@ class _Stage:
         return self.forward.types[computed.index(result)]
 
     def source_of(self, number: int) -> _Source | None:
-        """The source of a tensor of the joint graph; None for tensors of the module."""
+        """The source of a tensor of the joint graph; None for a tensor of the module."""
         if self.joint.origins[number].kind != "argument":
             return None
         return self.sources[self.outer.arguments.index(self.joint.sources[number])]
 
 
 class WithLoss(nn.Module):
-    """The last stage, and the loss of what it returns."""
+    """The last stage followed by the loss."""
 
     def __init__(self, stage: nn.Module, loss: Callable[..., torch.Tensor]):
         super().__init__()
@@ -108,7 +108,7 @@ class WithLoss(nn.Module):
 
 
 class Pipeline:
-    """A pipeline that was compiled for training: a call returns the mean of the losses of micro-batches, and adds gradients to `.grad`.
+    """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds gradients to `.grad`.
 
     `program` is its program. Ranks of the last stage get the loss, and ranks of a stage the gradients of its parameters. If all ranks are
     in this process, a call takes whole arguments and returns both. A rank passes None for arguments that its stages do not take.
@@ -118,8 +118,8 @@ class Pipeline:
         self._stages, self._names, self._microbatches = stages, names, microbatches
         self._tensors: dict[str, tuple[_Stage, str, TensorType]] = {}  # tensors of modules, by input of the program
         self._constants: dict[str, torch.Tensor] = {}
-        self._arguments: dict[str, tuple[int, int]] = {}  # the argument and the micro-batch of an input
-        self._updated: list[tuple[_Stage, str]] = []  # the parameters of which the program returns gradients, in its order
+        self._arguments: dict[str, tuple[int, int]] = {}  # input of the program -> argument and micro-batch
+        self._updated: list[tuple[_Stage, str]] = []  # the parameters whose gradients the program returns, in order
         self._wants = {id(one): one.requires_grad for stage in stages for one in stage.module.parameters()}
         self._modes = [(stage.module, stage.module.training) for stage in stages]
         self.program = self._compiled(actions, options, target)
@@ -128,7 +128,7 @@ class Pipeline:
 
     def _compiled(self, actions: list[Action], options: Options, target: str) -> Program:
         types: dict[str, Any] = {}
-        inputs: dict[Any, str] = {}  # by what it is
+        inputs: dict[Any, str] = {}  # identity of a value -> input
 
         def enter(key: Any, name: str, type: TensorType) -> bool:
             if key in inputs:
@@ -169,7 +169,7 @@ class Pipeline:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Computes the loss and the gradients of these arguments. Returns None on ranks that the last stage is not on.
+        """Computes the loss and the gradients of these arguments. Returns None on ranks outside of the last stage.
 
         Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
         """
@@ -207,7 +207,7 @@ class Pipeline:
         return value.detach().contiguous().chunk(self._microbatches)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
-        """The array of a tensor that the program takes: this rank's block, or all of it if all ranks are in this process."""
+        """The array of a tensor that the program takes: this rank's block, or the whole array if all ranks are in this process."""
         tensor = held.detach()
         if rank is None:
             return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
@@ -242,9 +242,9 @@ class _Recording:
     def __init__(self, pipeline: Pipeline, inputs: Mapping[Any, hw.Tensor]):
         self.pipeline, self.inputs, self.stages = pipeline, inputs, pipeline._stages
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # results and saved values of a stage and micro-batch
-        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, by where they are taken
+        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, by their users
         self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
-        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # what one half of a backward pass leaves for the other
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that one half of a backward pass saves for the other
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
         self.losses: list[hw.Tensor] = []
 
@@ -264,7 +264,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """The gradient, sharded as a DTensor is, and otherwise whole."""
+        """The gradient, sharded like its parameter if that is a DTensor, otherwise replicated."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
@@ -301,7 +301,7 @@ class _Recording:
             self.losses.append(self.results_of[stage.number, one][loss])
 
     def _backward(self, stage: _Stage, part: _Part, returned: list[Any], one: int) -> None:
-        """Calls a part of the backward pass. `returned` says for each result the number of the joint graph's tensor, or its name."""
+        """Calls a part of the backward pass. `returned` has the number of the joint graph's tensor, or a name, for each result."""
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -367,7 +367,7 @@ def compiled_pipeline(
     target: str | None,
     options: Options | None,
 ) -> Pipeline:
-    """Compiles a model that is cut into stages. Raises ProgramError for what does not fit."""
+    """Compiles a model that is cut into stages. Raises ProgramError if stages, plan or arguments do not fit."""
     names, modules, wiring = _cut(pipe)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss).train(modules[-1].training)
@@ -402,7 +402,7 @@ def compiled_pipeline(
 
 
 def _cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[_Source]]]:
-    """The names of the arguments, the stages, and what each one takes."""
+    """The names of the arguments, the stages, and the sources of each stage's arguments."""
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
@@ -471,7 +471,7 @@ def _names_in(module: nn.Module) -> list[str]:
 
 
 def _entries(plan: Mapping[str, str], module: nn.Module, labels: Sequence[str]) -> dict[str, str]:
-    """The entries of the plan that match something in a stage."""
+    """The entries of the plan that match a name of a stage."""
     found = {}
     for pattern, value in plan.items():
         with suppress(ProgramError):
@@ -540,7 +540,7 @@ def _stage(
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
         stage.parts["backward"] = _backward_part(backward, every, f"{name}_backward", options)
-    elif not of_inputs or of_inputs == every:  # there is one half
+    elif not of_inputs or of_inputs == every:  # the backward pass has one half only
         stage.parts["input"] = _backward_part(backward, every, f"{name}_backward", options)
     else:
         first, kept = _half(backward, of_inputs, {})

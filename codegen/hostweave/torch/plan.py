@@ -16,18 +16,18 @@ from hostweave.base.errors import ProgramError
 from hostweave.torch.distributed import has_rows
 from hostweave.types.mesh import Mesh
 
-AxesOfDims = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that shard it
+AxesOfDims = tuple[tuple[str, ...], ...]  # for each dim, the mesh axes that shard it
 
 
 @dataclass
 class Layouts:
-    """The stated shardings: of parameters and buffers, of inputs, and of what modules return, each by name."""
+    """The stated shardings of parameters and buffers, of inputs, and of the results of modules, by name."""
 
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # the mesh axes that shard batches: what they shard of parameters is gathered for use
-    rows: int = 0  # of a module that fully_shard prepared: the rows of all ranks together, by which results are sharded, too
+    data: set[str] = field(default_factory=set)  # the mesh axes that shard batches; parameters that they shard are gathered for use
+    rows: int = 0  # for a module that fully_shard prepared: number of rows on all ranks, by which results are sharded, too
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
@@ -36,7 +36,7 @@ class Layouts:
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """An hw.Mesh, also of torch's DeviceMesh with named dims. Raises ProgramError."""
+    """Converts a mesh, or torch's DeviceMesh with named dims, to an hw.Mesh. Raises ProgramError for other values."""
     if isinstance(mesh, Mesh):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -46,19 +46,19 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Layouts that the plan states for this module, added to those `found` before. `dims` has the number of dims of each input, by name.
+    """Layouts that the plan states for this module, added to `found`. `dims` has the number of dims of each input, by name.
 
-    An entry that matches nothing, two that state different shardings of one tensor, and words that fit no tensor raise ProgramError.
+    Raises ProgramError if an entry matches nothing or does not fit its tensor, or if two entries contradict each other.
     """
     found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = placed_axes(parameter, mesh, name)
-    names_of: dict[int, list[str]] = {}  # a tensor that is tied has several
+    names_of: dict[int, list[str]] = {}  # a tied tensor has several names
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
-    stated: dict[str, str] = {}  # the entry that said it
+    stated: dict[str, str] = {}  # the entry that stated it
     modules = {name: part for name, part in module.named_modules() if name}
 
     def state(kind: str, name: str, layout: AxesOfDims, pattern: str) -> None:
@@ -92,7 +92,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
 
 
 def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int]) -> dict[str, Any]:
-    """The entries of a plan but for those that state inputs alone."""
+    """The entries of a plan except those that only state inputs."""
     names = [*dict(tensors_of(module)), *dict(module.named_modules())]
     words = {name.rpartition(".")[2] for name in names}
     return {
@@ -111,13 +111,14 @@ def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Its parameters and buffers, by every name that they have."""
+    """The parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
-    """The last word of a name matches that of the pattern, so that `layers.*` are the layers, and nothing inside of them."""
+    """Names that match a pattern. The last word of the pattern matches the last word of the name, so `layers.*` matches the layers but no
+    module inside them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -155,7 +156,7 @@ def _of_text(text: str, pattern: str, mesh: Mesh) -> AxesOfDims:
 
 
 def _axis(pattern: str, mesh: Mesh) -> str:
-    """The mesh axis of torch's parallel styles."""
+    """The mesh axis for torch's parallel styles."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1 or "tp" in names:
         return "tp" if "tp" in names else names[0]
@@ -163,15 +164,15 @@ def _axis(pattern: str, mesh: Mesh) -> str:
 
 
 def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
-    """Meaning of one placement along one mesh axis; None if it states nothing."""
+    """Sharding of a placement along one mesh axis; None if it states nothing."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Statements of a style of torch.distributed.tensor.parallel for a module, by name. Defaults of the style are inferred."""
-    dims = 3  # [batch, sequence, features], as torch's layouts of activations are written
+    """Shardings that a style of torch.distributed.tensor.parallel states for a module, by name. Defaults of the style are inferred."""
+    dims = 3  # [batch, sequence, features], as in torch's layouts of activations
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -186,7 +187,7 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
     elif isinstance(style, SequenceParallel):
         if placed := _placed(style.sequence_sharding[0], dims, axis):
             yield "outputs", name, placed
-    elif not isinstance(style, PrepareModuleInput):  # whose reshards are inferred
+    elif not isinstance(style, PrepareModuleInput):  # the reshards of PrepareModuleInput are inferred
         raise ProgramError(
             f"plan: {name}: {type(style).__name__} is not supported; use ColwiseParallel, RowwiseParallel, SequenceParallel, "
             'PrepareModuleInput, or text such as "tp, -"'
@@ -203,7 +204,7 @@ def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
     for axis, placement in zip(names, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
-        elif isinstance(placement, _StridedShard):  # which a later axis shards first, as `fully_shard` does behind `parallelize_module`
+        elif isinstance(placement, _StridedShard):  # a later axis shards it first, such as `fully_shard` after `parallelize_module`
             inner.append((axis, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")

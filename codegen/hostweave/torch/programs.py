@@ -1,4 +1,4 @@
-"""The programs of an exported module: one of its forward pass, those of a forward and backward pass, or one of a whole step."""
+"""The programs of an exported module: one for the forward pass, two for forward and backward pass, or one for a whole step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compiled(
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
 
-    compiling = threading.Lock()  # programs of a graph for several sizes
+    compiling = threading.Lock()  # held while programs of a graph are compiled for several sizes
 
     def program_of(graph: Graph, end: str = "", sizes: Mapping[str, int] | None = None) -> Program:
         own = replace(settings, sizes={**(sizes or {}), **settings.sizes})

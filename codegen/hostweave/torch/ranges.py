@@ -13,9 +13,9 @@ from hostweave.runtime.group import Group
 from hostweave.torch.graph import Graph
 
 KEPT = 16  # ranges that have a program; each program has its own memory
-_MEET = 64  # ranks ask each other at calls 1, 2, 4 and so on of a range, and then at each 64th
+_MEET = 64  # ranks ask one another at calls 1, 2, 4 and so on of a range, and later at every 64th call
 
-_compiling = threading.Lock()  # so that calls keep most of the processor
+_compiling = threading.Lock()  # one at a time, so that calls keep most of the processor
 
 
 class Computes(Protocol):
@@ -28,14 +28,13 @@ P = TypeVar("P", bound=Computes)
 
 
 class Ranges(Generic[P]):
-    """Parts for ranges of sizes, from a power of four to the next. The first call of a range has its part compiled, for its sizes.
-
-    A part is used where the cost model overlaps communication at its sizes, and only once all ranks of a group have it: ranks compile
-    at their own speed, and run the same program in each call.
+    """Parts for ranges of sizes, from a power of four to the next. The first call of a range starts the compilation of its part, for the
+    sizes of that call. A part is used if the cost model overlaps communication at its sizes, and after all ranks of a group have compiled
+    it, so that all run the same program.
     """
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
-        """`compile` makes the part for typical sizes. It runs in a thread of its own."""
+        """`compile` makes the part for typical sizes. It runs in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [

@@ -1,8 +1,8 @@
-"""Models in regions: `torch.compile(model, backend="hostweave")`, and `hostweave.torch.compile(..., fullgraph=False)`.
+"""Models compiled in regions: `torch.compile(model, backend="hostweave")`, and `hostweave.torch.compile(..., fullgraph=False)`.
 
 Dynamo runs the Python of a model, and gives each graph between two graph breaks to `Backend`. A graph is on DTensors or on plain tensors.
-Here it becomes a module on global tensors, which is compiled as other modules are: placements of DTensors are the plan. Ops that a program
-cannot have split a graph further. They run eagerly, on the DTensors that the programs before them return.
+Here it becomes a module on global tensors, which is compiled like other modules. The placements of DTensors are the plan. Unsupported ops
+split a graph further. They run eagerly, on the DTensors that the previous programs return.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from hostweave.torch.training import TrainingModule
 from hostweave.types.mesh import Mesh
 
 _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['([^']+)'\]")
-_MARK = "hostweave"  # the key in a node's "custom", which export keeps, for the node of Dynamo's graph that it was made for
+_MARK = "hostweave"  # key in a node's "custom", which export keeps, for its node in Dynamo's graph
 
 
 @dataclass
 class ModelPart:
-    """A part of a model between two breaks, as `explain` tells it. `why` is the reason if it runs eagerly."""
+    """A part of a model between two breaks, for `explain`. `why` is the reason if it runs eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # name and bytes of the values that leave a program
@@ -55,7 +55,7 @@ class ModelPart:
 
 
 class Backend:
-    """The backend of torch.compile. It compiles graphs for a mesh, which is that of their DTensors by default."""
+    """The backend of torch.compile. It compiles graphs for a mesh, by default the mesh of their DTensors."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
         """`layouts` states shardings by the names of `module`. `settings` are target and options of `compile`."""
@@ -92,11 +92,11 @@ class Backend:
         return found
 
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
-        """The program of a graph, or those of its parts and the ops between them."""
+        """A callable for a graph: its program, or the programs of its parts and the ops between them."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
         part = ModelPart([node for node in calls if isinstance(_value(node), torch.Tensor | list | tuple)])
         if not part.nodes:
-            return graph.forward  # sizes alone
+            return graph.forward  # the graph computes only sizes
         try:
             region = Region(self, graph, held, part)
             region.prepare()
@@ -113,7 +113,7 @@ class Backend:
         return region
 
     def _split(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], fallen: Mapping[Node, str]) -> Callable[..., Any]:
-        """Programs of the nodes before, between and behind those that are refused."""
+        """A callable that runs refused nodes eagerly, and the nodes before, between and after them as programs."""
         number, before, numbers = 0, False, dict[Node, int]()
         for node in graph.graph.nodes:
             if node.op.startswith("call_"):
@@ -138,7 +138,7 @@ class Backend:
         return whole.forward
 
     def mesh_for(self, values: Sequence[Any]) -> tuple[Mesh, DeviceMesh | None]:
-        """The mesh of a graph with these values, and that of its DTensors. Raises ProgramError."""
+        """The mesh of a graph with these values, and the DeviceMesh of its DTensors. Raises ProgramError if they have several meshes."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -152,7 +152,7 @@ class Backend:
         return mesh, device_mesh
 
     def layouts_of(self, paths: Sequence[str]) -> Layouts:
-        """The stated shardings of these parameters and buffers, and those of what modules return."""
+        """The stated shardings of these parameters and buffers, and of the results of modules."""
         stated = self._layouts.parameters
         return replace(self._layouts, parameters={path: stated[path] for path in paths if path in stated}, inputs={})
 
@@ -162,7 +162,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """The name of the class of the model, which is that of its programs."""
+        """The class name of the model, which its programs get."""
         return type(self._module).__name__ if self._module is not None else "Region"
 
     @property
@@ -257,7 +257,7 @@ class Region:
         }
 
     def _expect_global(self) -> None:
-        """Raises ProgramError for ops on local parts of DTensors, of which each rank has another."""
+        """Raises ProgramError for ops on local parts of DTensors, because they differ between ranks."""
         for node in self._graph.graph.nodes:
             if node.op == "call_method" and node.target == "to_local":
                 made = node.args[0].meta["example_value"]
@@ -281,7 +281,7 @@ class Region:
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Returns the values of the graph: DTensors where the graph has them."""
+        """Returns the values of the graph, as DTensors if the graph has DTensors."""
         program = self._program(given, None)
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
@@ -364,7 +364,7 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Gives nodes the modules and lines of those of Dynamo's graph. Leaves out the results of modules that a break cuts."""
+        """Copies modules and lines from the nodes of Dynamo's graph. Skips the results of modules that a break cuts."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:
@@ -380,7 +380,7 @@ class Region:
 
 
 class _Module(nn.Module):
-    """A region's graph as torch.export runs it: parameters and buffers are its own, and arguments are global tensors."""
+    """A region's graph as torch.export runs it: it holds the parameters and buffers, and takes global tensors."""
 
     def __init__(self, region: Region, numbers: Mapping[str, int]):
         super().__init__()
@@ -410,7 +410,7 @@ class _Module(nn.Module):
 
 
 class _Examples:
-    """The arguments of a region that its program is compiled for: those of Dynamo's trace, or those of a call."""
+    """The arguments for which the program of a region is compiled: from Dynamo's trace, or from a call."""
 
     def __init__(self, region: Region, given: Sequence[Any] | None = None):
         self.numbers, self.tensors, self.dynamic = dict[str, int](), dict[str, torch.Tensor](), dict[str, Any]()
@@ -433,7 +433,7 @@ class _Examples:
 
 
 def axes_of(tensor: Any, dims: int) -> AxesOfDims:
-    """The mesh axes that shard each dim of a DTensor. A sum is taken for its value, which is whole on each rank."""
+    """The mesh axes that shard each dim of a DTensor. A partial sum counts as its value, which is replicated."""
     names, result = tensor.device_mesh.mesh_dim_names, list[tuple[str, ...]](() for _ in range(dims))
     for name, placement in zip(names, tensor.placements, strict=True):
         if isinstance(placement, Shard):
@@ -495,7 +495,7 @@ def _of_nodes(why: str, nodes: list[Any]) -> ProgramError:
 
 
 def _nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
-    """The nodes of a graph that a program cannot have, and others of the same lines, each with the reason."""
+    """The unsupported nodes of a graph and other nodes of the same lines, each with the reason."""
     marks = {(node.meta.get("custom") or {}).get(_MARK, node.name) for node in getattr(error, "nodes", ())}
     calls = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     found = [node for node in calls if node.name in marks]
@@ -515,9 +515,8 @@ def _is_whole() -> bool:
 
 
 class ModelInRegions(Delegating):
-    """A model that was compiled with `fullgraph=False`. It is called as the module is.
-
-    `explain` tells what runs compiled and what does not. Parameters, state dict and mode are those of the module.
+    """A model that was compiled with `fullgraph=False`. It is called like the module. `explain` lists the compiled and the eager parts. It
+    has the parameters, state dict and mode of the module.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, layouts: Layouts, **settings: Any):
@@ -540,7 +539,7 @@ class ModelInRegions(Delegating):
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:
-        """Tells what fell out of the programs, and what that costs: a line for each part, and one for each graph break."""
+        """Lists the parts of the model and the graph breaks, with the cost of each break."""
         return self.backend.explain()
 
 

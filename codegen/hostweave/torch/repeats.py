@@ -1,8 +1,8 @@
-"""Traces repeated layers once: torch.export sees the first of several equal layers, and one op in place of each other one.
+"""Traces repeated layers once: torch.export traces the first of several equal layers. Each other layer is one op.
 
 Two modules of a list are equal under three conditions. They have the same structure. The attributes that the first one reads while it is
-traced are equal in the other. Both are called with the same arguments, except for the values of tensors. Attributes that nothing reads do
-not keep layers apart. Once ops are decomposed, the nodes of the first layer are copied for the others.
+traced are equal in the other. Both are called with the same arguments, except for the values of tensors. Attributes that are never read may
+differ. Once ops are decomposed, the nodes of the first layer are copied for the others.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hostweave.torch.plan import tensors_of
 from hostweave.torch.state import NUMBERS, is_same
 
 _TRACING = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_STRUCTURE = ("_parameters", "_buffers", "_modules")  # which `_structure` compares
+_STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
 _ABSENT = object()
-results_of: dict[int, list[Any]] = {}  # by the number of what is traced: the shape, strides and dtype of each result
+results_of: dict[int, list[Any]] = {}  # number of a traced layer -> shape, strides and dtype of each result
 numbers = count()
 
 
@@ -55,19 +55,19 @@ LIBRARY.impl("layer", lambda taken, own, number, path: _made(number), "Meta")
 
 @dataclass
 class _First:
-    """A layer that is traced, and what stands for others like it."""
+    """A traced layer, and the data to compare other layers with it."""
 
     path: str
     number: int
     structure: object
     call: object
-    reads: dict[str, dict[str, _Read]]  # by submodule: what it read of itself
-    returned: list[Any]  # with numbers of tensors in place of these
+    reads: dict[str, dict[str, _Read]]  # submodule -> attributes that it read
+    returned: list[Any]  # results of the layer, with numbers in place of tensors
     spec: Any
 
 
 class Repeats:
-    """Has layers of a module traced once, while `standing_in` lasts. `how` says of each by its path how it came into the graph."""
+    """Traces equal layers of a module once, inside `standing_in`. `how` maps the path of each layer to how it was traced."""
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}
@@ -77,7 +77,7 @@ class Repeats:
             for name, layer in part.named_children()
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         ]
-        self._firsts: dict[str, list[_First]] = {}  # by list
+        self._firsts: dict[str, list[_First]] = {}  # list of modules -> its traced layers
         self._is_inside = False
 
     @contextmanager
@@ -135,7 +135,7 @@ class Repeats:
         return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
 
     def why_apart(self, graph: Graph) -> str:
-        """Why the first of a graph as exported cannot stand for the others: what it computes or writes is seen from outside."""
+        """Reason why the first layer of an exported graph cannot stand for the others: code outside uses its values or writes."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)
@@ -152,11 +152,11 @@ class Repeats:
         return ""
 
     def write_out(self, graph: Graph) -> None:
-        """Copies the nodes of firsts for the others."""
+        """Copies the nodes of traced layers for equal layers."""
         write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Attributes that modules read of themselves, by their path. A layer that stands in for another one reads the same."""
+        """Attributes that each module read, by path. An equal layer reads the same as the traced one."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")
@@ -176,7 +176,7 @@ class _Tensor:
 
 
 def _flat(values: Any) -> tuple[list[Any], Any]:
-    """Only what Python itself has: objects of others may have a state."""
+    """Flattens values of Python's own types only. Other objects may have a state."""
     return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
@@ -197,7 +197,7 @@ def _described(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _call_of(leaves: list[Any], spec: Any) -> object | None:
-    """Key that is equal for calls of equal layers; None if sizes or objects make that unknown."""
+    """Key that is equal for calls of equal layers; None if sizes or objects cannot be compared."""
     found: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
@@ -220,7 +220,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: object) -> str:
-    """In what a layer differs from one that is traced; nothing where they compute the same."""
+    """Difference between a layer and a traced one; "" if they compute the same."""
     if structure != first.structure:
         return "its structure is another"
     if call != first.call:
@@ -236,11 +236,11 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: object
 
 
 class _Read(NamedTuple):
-    """An attribute as it was when it was read first: of its object, and what that held."""
+    """An attribute at its first read: the object, and a copy of its contents."""
 
     value: Any
     contents: Any
-    found: Any  # also where it is one of the class
+    found: Any  # the value, also of a class attribute
 
     @classmethod
     def of(cls, value: Any, found: Any) -> _Read:
@@ -248,7 +248,7 @@ class _Read(NamedTuple):
 
 
 def _contents(value: Any) -> Any:
-    """A copy of what an object holds that others may change."""
+    """A copy of the contents of an object that others may change."""
     if isinstance(value, dict | list | set):
         return value.copy()
     is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
@@ -257,7 +257,7 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Yields the attributes that the submodules of a layer read meanwhile, by path, and the names of those that they write."""
+    """Yields the attributes that the submodules of a layer read inside the `with` block, by path, and the names of written ones."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
@@ -281,7 +281,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
         return found
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name not in ("__dict__", "__class__"):  # as torch does where it traces modules
+        if name not in ("__dict__", "__class__"):  # as torch does when it traces modules
             written.append(name)
         own.__setattr__(self, name, value)
 
@@ -293,9 +293,8 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
 
 def write_out(graph: Graph, path_of: Mapping[int, str], derived: Mapping[int, int] = MappingProxyType({})) -> None:
-    """Copies the nodes between those where layers begin and end for each op in place of another layer.
-
-    `path_of` names the layer that is traced, by its number, and `derived` says of which number one is the derivative.
+    """Replaces each op that stands for a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
+    path, and `derived` maps the number of a derivative to the number of its layer.
     """
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
@@ -321,7 +320,7 @@ def _between(begin: Node, end: Node) -> Iterator[Node]:
 
 
 def _regions(graph: Graph) -> dict[Node, int]:
-    """The number of the first in which a node is."""
+    """Maps each node to the number of its traced layer."""
     found: dict[Node, int] = {}
     begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
     for end in graph.nodes:
@@ -350,7 +349,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """The results of the nodes between two, computed once more of what the node `before` takes; adds to `of` the copy of each."""
+    """Copies the nodes between `begin` and `end`, with the operands of the node `before`. Returns the results, and adds each copy to
+    `of`."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):

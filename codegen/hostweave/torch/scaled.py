@@ -1,4 +1,4 @@
-"""Linears whose products are of 8-bit floats with scales: those that `fp8=` names, and those of transformers with quantised weights."""
+"""Linears computed in scaled 8-bit floats: those that `fp8=` names, and transformers' linears with quantised weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """The scales of linears by their paths: of those that the plan names, or that patterns name. Raises ProgramError."""
+    """The kind of scales of each linear that the plan or the patterns name, by path. Raises ProgramError if a pattern does not fit."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
@@ -38,7 +38,7 @@ def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Lay
 
 
 def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
-    """After it the linears at these paths are scaled ones."""
+    """Replaces the linears at these paths by scaled linears."""
     for node in graph.nodes:
         paths = modules_of(node)
         if node.op == "call_function" and op_of(node) == "linear.default" and paths and paths[-1] in linears:
@@ -52,7 +52,7 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 @contextmanager
 def with_quantized_linears(module: nn.Module) -> Iterator[None]:
-    """While it lasts, linears of transformers whose weights are 8-bit floats are one op, in place of calls of Triton's kernels."""
+    """Inside, a linear of transformers with 8-bit weights is one op, in place of calls of Triton kernels."""
     with ExitStack() as stack:
         for of in {type(part) for part in module.modules()}:
             if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
@@ -76,7 +76,7 @@ def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fbgemm(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """transformers' FbgemmFp8Linear: a scale for each row, which the module's bound limits."""
+    """transformers' FbgemmFp8Linear: one scale for each row, limited by the module's bound."""
     scale = linear.weight_scale.to(torch.float32)
     made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
     return made

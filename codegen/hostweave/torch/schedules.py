@@ -13,7 +13,7 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 class Action(NamedTuple):
     """A pass of one micro-batch through one stage.
 
-    `kind` is "forward", "backward", or one half of a backward pass: "input" for gradients of inputs, "weight" for those of parameters.
+    `kind` is "forward", "backward", or one half of a backward pass: "input" for gradients of inputs, "weight" for gradients of parameters.
     """
 
     kind: str
@@ -22,7 +22,7 @@ class Action(NamedTuple):
 
 
 def schedule_of(name: str, stages: int, places: int, microbatches: int) -> list[Action]:
-    """The actions of all places of a pipeline in one order, in which each action comes after those that it needs.
+    """The actions of all places of a pipeline in one order, in which each action follows its dependencies.
 
     Stage s is at place `s % places`. "auto" is 1F1B, or its interleaved form if a place has several stages.
     Raises ProgramError for a schedule that does not exist, or that does not fit these numbers.
@@ -72,8 +72,8 @@ def _of_place(name: str, place: int, each: int, places: int, microbatches: int) 
 
 
 def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
-    """One order of all actions that keeps the order of each place: that of their starts if all take the same time."""
-    done: dict[tuple[bool, int, int], int] = {}  # when forward and backward passes end
+    """One order of all actions that keeps the order of each place: by start time, if all actions take equally long."""
+    done: dict[tuple[bool, int, int], int] = {}  # end times of forward and backward passes
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):
         before = len(merged)
@@ -90,7 +90,7 @@ def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
 
 
 def _start(action: Action, done: dict[tuple[bool, int, int], int], stages: int) -> int | None:
-    """The time when what an action needs is there. None if nothing has computed it yet."""
+    """The time when the inputs of an action are ready. None if one is not computed yet."""
     kind, stage, one = action
     if kind == "forward":
         return done.get((True, stage - 1, one)) if stage else 0

@@ -1,6 +1,5 @@
-"""ATen's special functions, written with others, in float32: series, asymptotic expansions, and integrals that are sums of few terms.
-
-Float64 is refused: the sums have as many terms as float32 needs. See `composed`.
+"""ATen's special functions in float32, written with other ops: series, asymptotic expansions, and integrals as sums of few terms. Float64
+is refused, because the sums have only enough terms for float32. See `composed`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 aten = torch.ops.aten
 EULER = 0.5772156649015329
-_FAR = 25.0  # from here on asymptotic expansions have an error below 1e-7
+_FAR = 25.0  # asymptotic expansions have an error below 1e-7 from here on
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +34,8 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """The mean of a function of x and an angle from 0 to pi, of which the even continuation is smooth: the trapezoidal rule converges."""
+    """The mean of a function of x and an angle from 0 to pi, by the trapezoidal rule. It converges fast if the even continuation is
+    smooth."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
@@ -66,7 +66,7 @@ def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
 
 
 def _i_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(-|x|) I(x). Angles sum up to 0 for order 1, so that expm1 may stand for exp, and small x keep their precision."""
+    """exp(-|x|) I(x). For order 1 the weights sum to 0, so expm1 replaces exp, which keeps the precision of small x."""
 
     def function(x: Any) -> Any:
         size = x.abs()
@@ -87,7 +87,7 @@ _i0e, _i1e = _i_scaled(0), _i_scaled(1)
 
 
 def _i0(x: Any) -> Any:
-    half = torch.exp(x.abs() / 2)  # exp(|x|) is infinite where the product is not
+    half = torch.exp(x.abs() / 2)  # exp(|x|) may be infinite although the product is finite
     return half * _i0e(x) * half
 
 
@@ -189,7 +189,7 @@ _SHIFT = 10  # asymptotic expansions begin here
 
 
 def _of_positive(n: int, x: Any) -> Any:
-    """The derivative of that order of digamma, for x > 0: terms up to x + 10, and the Euler-Maclaurin formula beyond."""
+    """The n-th derivative of digamma for x > 0: terms up to x + 10, then the Euler-Maclaurin formula."""
     y = x + _SHIFT
     if n == 0:
         z = 1 / (y * y)
@@ -220,7 +220,7 @@ def polygamma(n: int, x: Any) -> Any:
 
 
 def _inverse_of_erfc(q: Any) -> Any:
-    """y for which erfc(y) is q, from 0 to 1: Halley's steps from Winitzki's estimate."""
+    """The inverse of erfc for q from 0 to 1: Halley's steps from Winitzki's estimate."""
     log = torch.log(q * (2 - q))
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
@@ -269,7 +269,7 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
             a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
             b = sign * torch.where(outside < 1e-4, n + 1, torch.sinh((n + 1) * outside) / torch.sinh(outside))
             return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
-        # The third kind at x is that of the fourth at -x, but for the sign of odd degrees.
+        # The third kind at x equals the fourth kind at -x, up to the sign of odd degrees.
         half = n + 0.5
         near = x if kind == "v" else -x
         angle = torch.acos(near.clamp(-1, 1))

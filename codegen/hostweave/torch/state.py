@@ -1,6 +1,5 @@
-"""State that a forward pass reads of its modules besides tensors: a call of a compiled module raises if any of it has changed.
-
-Reads are noted while the module is traced. A call compares what was read with what is there, module by module, at the speed of tuples.
+"""State other than tensors that a forward pass reads from its modules. A call of a compiled module raises if the state has changed. Reads
+are recorded while the module is traced. A call compares the recorded values with the current ones, as tuples per module.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 from torch.utils.hooks import RemovableHandle
 
-_OF_TORCH = set(vars(nn.Module())) - {"training"}  # what torch itself reads of each module
+_OF_TORCH = set(vars(nn.Module())) - {"training"}  # attributes that torch itself reads
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABSENT = object()
 _CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType
 
 
 class State:
-    """State that was read, by the path of a module. `changed` names what has changed since."""
+    """Recorded state, by the path of a module. `changed` names a change since then."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         modules = {path: part for path, part in module.named_modules() if path in reads}
@@ -53,10 +52,10 @@ class State:
                 [read(held) for read, held in self._fast] == self._expected
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
-                and RemovableHandle.next_id == self._handles  # no hook was added anywhere
+                and RemovableHandle.next_id == self._handles  # no hook was added to any module
                 and [of.forward for of in self._classes] == self._forwards
             )
-        except Exception:  # of tensors that are compared, and names that are gone
+        except Exception:  # a comparison of tensors, or a missing name
             is_same = False
         if is_same:
             return ""
@@ -103,7 +102,7 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """The objects and containers among these and in them, of which the content may change."""
+    """The mutable objects and containers in these values."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:

@@ -25,9 +25,9 @@ from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
 from hostweave.torch.training import Compile, Differentiated
 from hostweave.types.tensor import Dim, TensorType
 
-_SUM = "sum"  # the end of the names of sums of gradients
-_ODD = "not_finite"  # how many elements of gradients are not finite, in a step that scales its loss
-_IS_FIRST = "is_first"  # an input of the program that adds gradients: 1 where there are none before
+_SUM = "sum"  # suffix of the names of sums of gradients
+_ODD = "not_finite"  # number of gradient elements that are not finite, in a step that scales its loss
+_IS_FIRST = "is_first"  # input of the program that adds gradients: 1 in the first call of a sum
 
 
 class _Updated(NamedTuple):
@@ -40,7 +40,7 @@ class _Updated(NamedTuple):
 
     @property
     def layer(self) -> tuple[str, str]:
-        """The list of modules in which it is, and the number there; its path alone in none."""
+        """The list that contains the parameter's module, and its number; only the path if there is no list."""
         words = self.path.split(".")
         at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
         return ".".join(words[:at]), "".join(words[at : at + 1])
@@ -52,17 +52,17 @@ class _Updated(NamedTuple):
 
     @property
     def entries(self) -> dict[str, str]:
-        """The end of the name of each value that the step reads, by what it is to the optimizer."""
+        """The suffix of the name of each value that the step reads, by its role in the optimizer."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
     def written(self) -> list[str]:
-        """The ends of the names of what the step writes."""
+        """The suffixes of the names of values that the step writes."""
         results = self.recorded.step.results
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def type_of(self, key: str, stated: TensorType) -> TensorType:
-        """The type of one of `entries`: sharded as the parameter where it has its shape, else whole on each rank."""
+        """The type of one of `entries`: sharded like the parameter if it has the same shape, otherwise replicated."""
         if key == PARAMETER:
             return stated
         entry = self.recorded.entries[key]
@@ -71,14 +71,14 @@ class _Updated(NamedTuple):
 
 
 class TrainingStep(Differentiated):
-    """A step of training, made by `hostweave.torch.compile` with `optimizer`: a call returns what the module does, and updates parameters.
+    """A training step, made by `hostweave.torch.compile` with `optimizer`. A call returns the module's results, and updates parameters.
 
     Parameters, and the tensors in `optimizer.state`, are updated in place, in the same program, `program`. Numbers that change from step to
     step, such as learning rates, are computed by the code of the optimizer at each call. Otherwise it is a CompiledModule.
 
-    With `accumulate=N` the gradients of N calls are added, and the last of them updates. `grad_norm` is the norm of all gradients before
-    they were clipped, of the last update with `clip_grad_norm`. With `scaler` a call that updates first scales and unscales the gradients.
-    It changes no parameter and no state if some are not finite, and then updates the scale.
+    With `accumulate=N` the gradients of N calls are added, and the last of these calls updates. With `clip_grad_norm`, `grad_norm` is the
+    norm of all gradients before clipping, in the last update. With `scaler` a call that updates first scales and unscales the gradients. It
+    changes no parameter and no state if a gradient is not finite, and then updates the scale.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step, and returns the module's results before the update. Raises ArgumentError for arguments that do not fit."""
+        """Makes a step, and returns the module's results before the update. Raises ArgumentError if arguments do not fit."""
         passed, given = self._leaves(args, kwargs)
         group = current_group()
         written = {} if group is None else {one.name: one.parameter for one in self._updated}
@@ -135,11 +135,11 @@ class TrainingStep(Differentiated):
             self.grad_norm = made[count]
         if self._scale and self._scale.update(made[count + (self._clip is not None)]):
             for one, before in zip(self._updated, had_state, strict=True):
-                if not before:  # of which the program has taken zeros
+                if not before:  # entries for which the program took zeros
                     self._optimizer.state.pop(one.parameter)
             return made[:count]
         for one, host in zip(self._updated, hosts, strict=True):
-            increment_version(one.parameter)  # which torch does not see written
+            increment_version(one.parameter)  # torch does not see the write
             state = self._optimizer.state[one.parameter]
             for key, value in host.items():
                 if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
@@ -166,7 +166,7 @@ class TrainingStep(Differentiated):
             raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}; compile it again")
 
     def _next(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The numbers that the program takes, and for each parameter the state of the host after the step."""
+        """The input numbers of the program, and for each parameter the state on the host after the step."""
         numbers: dict[str, torch.Tensor] = {}
         hosts: dict[int, dict[str, Any]] = {}
         for kind, members in enumerate(self._kinds):
@@ -184,13 +184,13 @@ class TrainingStep(Differentiated):
         return numbers, [hosts[id(one.parameter)] for one in self._updated]
 
     def _host_of(self, one: _Updated) -> dict[str, Any] | None:
-        """The entries of a parameter's state that the program does not have, as numbers; None before the first step."""
+        """The entries of a parameter's state outside of the program, as numbers; None before the first step."""
         state, entries = self._optimizer.state.get(one.parameter, {}), one.recorded.entries
         host = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items() if key not in entries}
         return host if host or state.keys() == {*one.recorded.order} else None
 
     def _entries(self) -> dict[str, torch.Tensor]:
-        """The parameters and the tensors of their state, as this rank has them."""
+        """The parameters and the tensors of their state, on this rank."""
         found: dict[str, torch.Tensor] = {}
         for one in self._updated:
             state = self._optimizer.state[one.parameter]
@@ -201,7 +201,7 @@ class TrainingStep(Differentiated):
         return found
 
     def _sums_now(self) -> dict[str, torch.Tensor]:
-        """The sums of gradients, as this rank has them."""
+        """The sums of gradients, on this rank."""
         if self._accumulate > 1 and not self._sums:
             self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(_local(one.parameter)) for one in self._updated}
         return self._sums
@@ -212,14 +212,14 @@ class TrainingStep(Differentiated):
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def _alike_in_numbers(self) -> list[list[_Updated]]:
-        """The parameters, by those whose steps have the same numbers; the first one of each is the smallest."""
+        """The parameters, grouped by equal numbers of their steps. The first parameter of each group is the smallest."""
         alike: dict[object, list[_Updated]] = {}
         for one in self._updated:
             alike.setdefault(one.recorded.words, []).append(one)
         return [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
 
     def _names_of_numbers(self, graph: Graph) -> list[dict[int, str]]:
-        """For each kind of parameters, the input of the program that is a number of the step, by its place."""
+        """For each group of parameters, the input of the program for each number of the step, by position."""
         taken = dict.fromkeys(graph.input_types, "")
         found: list[dict[int, str]] = []
         for members in self._kinds:
@@ -238,7 +238,7 @@ class TrainingStep(Differentiated):
         """The inputs and results of the optimizer's step for the gradients of the graph."""
         of_name = {one.name: one for one in self._updated}
         types: dict[str, TensorType] = {}
-        for name, stated in graph.input_types.items():  # state beside its parameter, so that what a layer has is together
+        for name, stated in graph.input_types.items():  # state follows its parameter, so that a layer's inputs are adjacent
             types[name] = stated
             if one := of_name.get(name):
                 types |= {f"{name}{end}": one.type_of(key, stated) for key, end in one.entries.items()}
@@ -265,7 +265,7 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """New parameters and state. Layers that have the same parameters are updated by calls of one function."""
+        """New parameters and state. Equal layers are updated by calls of one function."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updated, gradients, strict=True)]
         tensors, norm, found_odd = dict(inputs), list[hw.Tensor](), list[hw.Tensor]()
@@ -311,7 +311,7 @@ class TrainingStep(Differentiated):
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[_Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """A function of what `_names_in` has. It computes in 32 bits, or in the 64 of what has 64."""
+        """A function of the operands in `_names_in`. It computes in 32 bits, or in 64 bits for 64-bit values."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []

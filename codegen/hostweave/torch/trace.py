@@ -1,4 +1,4 @@
-"""A graph of ATen ops, written down as a fusion. Modules of one class that repeat, such as layers, become one function."""
+"""Translates a graph of ATen ops to a fusion. Repeated modules of one class, such as layers, become one function."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NodeValues = dict[Node, Any]
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
-    """The fusion of a graph. Raises ProgramError, with the user's line, for what an op does not take."""
+    """The fusion of a graph. Raises ProgramError, with the user's line, if an op does not support its operands."""
     return _fusion(graph, name, _starts(graph, name, options))
 
 
@@ -64,7 +64,7 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # for the first node of a layer its function, or the layer whose results it has
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> its function, or the layer that has the same results
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
@@ -77,7 +77,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """With `names` the update is left out, as `_program` says."""
+    """With `names` the update is omitted, as in `_program`."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -87,7 +87,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
     """The function that records a graph.
 
-    With `names` the update is left out, and each node there is given the name of its value, "" for an input: several may have one value.
+    With `names` the update is omitted, and `names` gets the name of each node's value, or "" for an input. Several nodes may have one
+    value.
     """
     update, names = (None if names is not None else graph.update), names or {}
 
@@ -128,7 +129,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
-    if number < len(graph.written):  # it has the sharding of what it is written to
+    if number < len(graph.written):  # it gets the sharding of the tensor that it is written to
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
@@ -138,7 +139,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
-    """Operand that a node gives to another: a tensor of the fusion, or a number."""
+    """Operand that a node passes to another: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
             values[node] = resharded(values[node], graph.gathered[node])
@@ -158,13 +159,13 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
 
 
 def _number(size: str, values: NodeValues) -> hw.Tensor:
-    """A size that is known only at a call, as an i64 to compute with: one more than the last index."""
+    """A size that is known only at a call, as an i64 tensor: one more than the last index."""
     of = next(value for value in values.values() if isinstance(value, hw.Tensor))
     return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
 
 
 def _takes_tensors(node: Node) -> bool:
-    """True if the shape of a tensor of one element matters to an op. It does not to pointwise ops."""
+    """True if the shape of a tensor of one element matters to an op. It does not matter to pointwise ops."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
@@ -197,7 +198,7 @@ def _run(graph: Graph, values: NodeValues, node: Any) -> None:
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
-    """The value, resharded as the plan says of the module whose result it is, or the graph of this node."""
+    """The value, resharded as the plan states for the module that returns it, or as the graph states for this node."""
     for path in modules_of(node) if graph.layouts.outputs else ():
         axes = graph.layouts.outputs.get(path)
         if axes is not None and graph.last_of[path] is node:
@@ -208,7 +209,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """The name of the innermost module, for what it returns."""
+    """The name of the innermost module, for its result."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -220,7 +221,7 @@ def _word(node: Node) -> str | None:
 
 
 def state_written(graph: Graph, name: str, options: Options) -> None:
-    """States the shardings of arguments that the module writes to, such as caches, where the plan does not: those of what is written."""
+    """States the shardings of written arguments, such as caches, if the plan does not: they get the sharding of the written values."""
     sources = {
         graph.names[node]: source
         for node, value in graph.written.items()
@@ -238,7 +239,7 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 
 
 def _source(value: Node) -> Node:
-    """The value of which elements go into an argument that becomes `value`."""
+    """The value whose elements are written into an argument that becomes `value`."""
     update = consecutive(value)
     return update[1] if update else value
 
@@ -288,7 +289,7 @@ def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]
 
 
 def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
-    """The function of the layers like this one. What they pass on has the sharding that it has behind the first."""
+    """The function of the layers like this one. Values between layers have the sharding that they have after the first layer."""
     assert layer is not None
     taken: dict[str, None] = {}
     names: list[str] = []

@@ -21,19 +21,16 @@ from hostweave.torch.compiled import CompiledModule, ProgramPart, tensor_of
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
 
-Compile = Callable[..., Program]  # the program of a graph, under the name of the module with this `end`
+Compile = Callable[..., Program]  # compiles a graph, with `end` appended to the module's name
 
 
 class Differentiated(CompiledModule):
-    """A module whose gradients are compiled, with what the joint graph says of its arguments.
-
-    The program computes a graph of the joint one's.
-    """
+    """A module with compiled gradients. Its program computes a part of the joint graph."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # The parameters that the joint graph takes, in its order, and which of them have gradients, as they are now.
+        # The current parameters that the joint graph takes, in order, and whether each has a gradient.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
         of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
@@ -52,7 +49,7 @@ class Differentiated(CompiledModule):
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile; compile it again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
-        """The tensor that the joint graph takes at this place; None for a constant."""
+        """The tensor for this position of the joint graph; None for a constant."""
         origin = self._joint.origins[number]
         if origin.kind != "argument":
             return self._held[number]
@@ -71,7 +68,8 @@ class Differentiated(CompiledModule):
         return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
-        """The arguments of a call by their nodes, and what the joint graph takes. Raises ArgumentError for others than at compile."""
+        """The arguments of a call by their nodes, and the arguments of the joint graph. Raises ArgumentError if they differ from compile
+        time."""
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
@@ -88,10 +86,9 @@ class Differentiated(CompiledModule):
 
 
 class TrainingModule(Differentiated):
-    """A module that was compiled with `training=True`: calling it gives outputs of which `backward()` fills the parameters' `.grad`.
-
-    `program` computes the outputs and what is saved for the backward pass, `backward` the gradients, which are sharded as the
-    parameters. Otherwise it is a CompiledModule.
+    """A module that was compiled with `training=True`. `backward()` of its outputs fills the parameters' `.grad`. `program` computes the
+    outputs and the values saved for the backward pass. `backward` computes the gradients, which are sharded like the parameters. Otherwise
+    it is a CompiledModule.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
@@ -109,18 +106,18 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
+        """Calls the module with these arguments, with gradients. Raises ArgumentError if it was compiled for different ones."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results, and what is saved for the backward pass."""
+        """The results, and the values saved for the backward pass."""
         values = self._part(self._part.taken(given), group)
         return values[: len(self._joint.results)], values[len(self._joint.results) :]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each tensor that the joint graph takes; None where there is none."""
+        """The gradient of each tensor that the joint graph takes; None if it has no gradient."""
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
@@ -133,7 +130,7 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """The gradients of this rank as its parameters are: DTensors of DTensors, and whole ones of whole tensors, which ranks gather."""
+        """The gradients of this rank in the layout of its parameters: DTensors for DTensors, and gathered gradients for whole tensors."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gathers(*(found[number] for number in self._sharded), group=group)
@@ -148,13 +145,13 @@ class TrainingModule(Differentiated):
 
     @cached_property
     def _sharded(self) -> list[int]:
-        """The places of parameters of which each rank has all, though the plan shards them."""
+        """Positions of parameters that each rank has whole although the plan shards them."""
         plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
         return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 
     @property
     def _gathers(self) -> Program:
-        """A program that gathers the gradients of whole parameters that the plan shards."""
+        """A program that gathers the gradients of parameters that ranks have whole although the plan shards them."""
         with self._lock:  # ranks may be threads
             if self._gather is None:
                 self._gather = self._gathering()
@@ -173,7 +170,7 @@ class TrainingModule(Differentiated):
         gather.__name__ = f"{self.program.name}_gather"
         given: dict[str, Any] = {**types}
         fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-        options = replace(self.program.compiled.options, sizes={}, ways={})  # which are of the module
+        options = replace(self.program.compiled.options, sizes={}, ways={})  # these options are for the module
         return compile_program(fusion, target=self.program.target.name, options=options)
 
 

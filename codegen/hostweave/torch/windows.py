@@ -1,4 +1,4 @@
-"""ATen ops of windows of images, written with others: pooling. See `composed`."""
+"""Pooling over windows of images, written with other ATen ops. See `composed`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """A number for each dim, where one stands for all of them."""
+    """A number for each dim. A single number applies to all dims."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Elements that one place of a window sees as it goes over the last dims: [..., *sizes]."""
+    """Elements that one position of a window reads while the window moves over the last dims: [..., *sizes]."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
 
 
 def _sizes(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, count: int) -> tuple[list[int], list[int]]:
-    """How many windows there are along each dim, and how much is added behind it."""
+    """The number of windows along each dim, and the padding after it."""
     sizes, behind = [], []
     for size, k, s, p, d in zip(x.shape[-count:], kernel, stride, padding, dilation, strict=True):
         reach = d * (k - 1) + 1
         n = (size + 2 * p - reach + (s - 1 if ceil else 0)) // s + 1
-        n -= ceil and (n - 1) * s >= size + p  # which would begin behind the image
+        n -= ceil and (n - 1) * s >= size + p  # such a window would begin after the image
         sizes.append(n)
         behind.append(max(0, (n - 1) * s + reach - size - p))
     return sizes, behind
@@ -130,7 +130,7 @@ def _adaptive_largest(count: int) -> Callable[..., Any]:
         for dim, (size, out) in enumerate(zip(images, output, strict=True)):
             begin, end = _begins_and_ends(size, out, x.device)
             longest = max((i + 1) * size // out + ((i + 1) * size % out > 0) - i * size // out for i in range(out))
-            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # the last one several times
+            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # the last element is repeated
             places.append(own)
             x = x.index_select(x.ndim - count + dim, own.flatten())
         lead, longest_of = x.ndim - count, [place.shape[1] for place in places]

@@ -15,7 +15,7 @@ PREFERRED = (
     "two_sided",
     "peer",
     "one_sided",
-)  # all transports; transport="auto" takes the first one that carries what the channel needs
+)  # all transports; transport="auto" takes the first transport that supports the instructions of the channel
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
@@ -28,7 +28,7 @@ SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put also signals
 @dataclass(frozen=True)
 class Transport:
     name: str
-    carries: frozenset[str]  # what may be posted on it: values of the trait `posts` of instructions
+    carries: frozenset[str]  # communications that it supports: values of the trait `posts` of instructions
     template: str  # file in templates/instructions with one macro per instruction
     handle: str  # C++ expression of the channel's handle that calls take
     library: str  # name of the library that communicates, for messages
@@ -38,14 +38,14 @@ class Transport:
     holds_multiprocessors: bool
     is_rendezvous: bool  # a communication ends only after all participants have started it
     registers_arena: bool = False  # a program's arena is registered with its channels, because ranks access each other's memory
-    graphs_apart: bool = False  # signals of CUDA graphs have counters of their own: either all ranks capture a call, or none
+    graphs_apart: bool = False  # signals of CUDA graphs have separate counters: either all ranks capture a call, or none
     has_communicator: bool = True  # an existing communicator of the application can serve as its channel
     since: tuple[int, ...] = ()  # first version of the library that has the calls, if not all have them
     # other reductions gather the terms and reduce them in a kernel
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
     def why_not(self, machine: Machine) -> str:
-        """Reason for which ranks of a machine cannot use this transport; "" if they can."""
+        """Reason why ranks of a machine cannot use this transport; "" if they can."""
         return dict(machine.refused).get(self.name, machine.no_peers if self.is_optional else "")
 
     @property

@@ -31,12 +31,12 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which the inner dim is split if there are few tiles
-# Grouped matmuls run by kernels of ours: of warpgroups, or of few rows a group. The rows of an outer product are turned on the way.
+# Hostweave's kernels compute grouped matmuls: by warpgroups, or for few rows per group. They transpose the rows of an outer product.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATES = 0.85  # share of the multiprocessors that must read for the whole bandwidth of the memory
-READS = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel; matmuls of few rows reach all of it
-MOST_WEIGHTS = 2**26  # of a matmul with few rows that a kernel of ours does: hw::kMostWeights
+SATURATES = 0.85  # share of the multiprocessors that must read to reach the full memory bandwidth
+READS = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel; matmuls of few rows reach the full bandwidth
+MOST_WEIGHTS = 2**26  # for a matmul of few rows by Hostweave's kernel: hw::kMostWeights
 EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 PACKETS = 190e9  # bytes per second that the kernel sends; half of them are payload
 ATTENTION = 0.74  # share of the tensor cores' rate that 16-bit attention reaches; our own kernels take about 32 times as long
@@ -82,7 +82,7 @@ class Product:
 
     @property
     def is_of_few_rows(self) -> bool:
-        """True if a kernel of ours for few rows does it."""
+        """True if Hostweave's kernel for few rows computes it."""
         few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
@@ -143,7 +143,7 @@ def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], i
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention of one rank: heads, rows and columns. With a causal mask its rows are the last ones."""
+    """Seconds of attention on one rank: heads, rows and columns. With a causal mask, the rows are the last rows of the sequence."""
 
     heads: float
     rows: float
@@ -238,7 +238,7 @@ def _ranks(op: Op, mesh: Mesh) -> int:
 
 
 def in_kernel(ranks: int, size: float) -> float:
-    """Seconds of an all_reduce of `size` bytes inside the kernel that uses it. Each rank sends its term to every other one."""
+    """Seconds of an all_reduce of `size` bytes inside the kernel that uses it. Each rank sends its term to every other rank."""
     return EXCHANGE + 2 * size * (ranks - 1) / PACKETS
 
 
@@ -258,7 +258,7 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Seconds of the extra copies of a gather by copy engines: of the own shard, and to lay out all shards.
+    """Seconds of the extra copies of a gather by copy engines: to copy the own shard, and to lay out all shards.
 
     Copy engines do not move the own shard. No transport interleaves shards along a dim that is not outermost.
     """

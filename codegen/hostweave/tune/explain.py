@@ -87,7 +87,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
-    """How much of a communication other ops could hide, if that is too little for a stream of its own; otherwise ""."""
+    """Part of a communication that other ops could hide, if too small for a separate stream; otherwise ""."""
     could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
     if body.ops[place].result.is_async or could >= HIDDEN_SECONDS:
         return ""
@@ -121,7 +121,7 @@ def times_of(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Reason for which a faster way was not taken: it gains too little, or another one was stated."""
+    """Reason why a faster algorithm was not chosen: it gains too little, or another one was stated."""
     is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
     return f", and at least {wanted:.1f} us are wanted" if is_by_gain else ", and this way was stated"
 

@@ -34,7 +34,7 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in chunks next to matmuls. Chunks cut `dim` of its result and of theirs.
+    """A reshard that can run in chunks next to matmuls. Chunks cut `dim` of the results.
 
     If the reshard gathers keys, `matmuls` is the attention, and `dim` is a dim of the keys. The values are gathered in the same loop.
     """
@@ -212,7 +212,7 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
     """Ways to do a gather or a reduce-scatter outside of loops, fastest first. Empty for other ops, or if a size is unknown.
 
     Kernels of the collective can always do it. Copy engines can if ranks reach each other's memory: they put operands that lie in no
-    window, and get all others. Either way may leave the shards of a matmul's operand apart, which counts as one chunk per rank.
+    window, and get all others. Either way may keep the shards of a matmul's operand separate, which counts as one chunk per rank.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -379,7 +379,7 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Reorders the ops to fill waits: matmuls that nothing large needs move down to where the rest waits for a communication.
+    """Reorders the ops to fill waits: matmuls whose results no large op needs move down to where other ops wait for a communication.
 
     Gradients of weights are such matmuls. They pass two communications at most, because they keep their operands alive.
     """

@@ -135,7 +135,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """Cut of a dim that `have` ranks share and `want` ranks are to share."""
+    """Cuts of a dim that `have` ranks share, and that `want` ranks will share."""
 
     size: Size
     have: int
@@ -152,7 +152,7 @@ class SharedDim:
 
     @property
     def ranks(self) -> int:
-        """Number of equal blocks at which each shard of both sides is a whole number of blocks."""
+        """Smallest number of equal blocks such that each shard of both sides is a whole number of blocks."""
         return lcm(self.have, self.want)
 
     @property
@@ -181,8 +181,8 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_place(source, old, rank), []).append(rank)
-    turns: dict[int, int] = {}  # of each rank, its position among the ranks that hold the same shard
-    copies: dict[tuple[int, ...], int] = {}  # of each position in the new layout, the ranks so far
+    turns: dict[int, int] = {}  # rank -> its position among the ranks that hold the same shard
+    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> the ranks found so far
     for rank in new.all_ranks:
         place = _place(target, new, rank)
         turns[rank] = copies[place] = copies.get(place, -1) + 1

@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 class ParameterGroup:
     """How the tensors of a group are named outside: from `first` to `last`, which differ in one number.
 
-    In a program a group is one tensor, whose outermost dim is its number of tensors, the `depth`. Its tensors lie anywhere, so only one
-    of them at a time can be viewed. Neighbours of one `struct` are passed in turn: `w_0, v_0, w_1, v_1`, as an array of structs.
+    In a program a group is one tensor, whose outermost dim is its number of tensors, the `depth`. Its tensors have unrelated addresses, so
+    only one of them can be viewed at a time. Adjacent groups of one `struct` are passed interleaved: `w_0, v_0, w_1, v_1`, as an array of
+    structs.
     """
 
     first: str
@@ -42,7 +43,7 @@ class ParameterGroup:
 
 
 def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """The words around the one number in which two names differ, and both numbers. None if there is no such number."""
+    """If two names differ in one number: the text around it, and both numbers. None if there is no such number."""
     for match in re.finditer(r"\d+", first):
         before, after = first[: match.start()], first[match.end() :]
         middle = last[len(before) : len(last) - len(after)]

@@ -19,7 +19,7 @@ HOST = 8  # GPUs per host, if no network states it
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times in which one rank of a group receives data. A collective receives from all others, a put or a get from one."""
+    """Measured times until one rank of a group has received data. A collective receives from all others, a put or a get from one."""
 
     by: str  # one of LINKS
     ranks: int
@@ -70,7 +70,7 @@ class Machine:
     """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
 
     A matmul runs in waves with one tile per multiprocessor. A wave takes its operations divided by `flops`, plus `wave`. `refused` lists
-    transports that the ranks cannot use, each with the reason. `no_peers` is the reason for which ranks cannot reach each other's memory.
+    transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks cannot access each other's memory.
     `no_scales` lists kinds of scales (tensor, row or block) that matmuls of 8-bit floats cannot have, each with the reason.
     """
 
@@ -86,7 +86,7 @@ class Machine:
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of the GPU that has no figures of its own, for which these are taken
+    stands_for: str = ""  # name of a GPU without figures, for which these are used
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
         """Number of hosts of these ranks of the program."""
@@ -156,5 +156,5 @@ SHIPPED = {machine.name: machine for machine in (H200, H100)}
 
 
 def shipped(name: str) -> Machine:
-    """Figures of a GPU by its name. A GPU without figures gets those of H200, which then name it in `stands_for`."""
+    """Figures of a GPU by its name. A GPU without figures gets the figures of H200, with `stands_for` set to its name."""
     return SHIPPED.get(name) or replace(H200, stands_for=name)

@@ -54,7 +54,7 @@ class Mesh:
         `axes` gives the sizes of its axes by name. Without `axes`, a mesh with one axis keeps that axis. If this mesh has several axes, the
         ranks must form a block, which keeps the axes along which they differ.
 
-        Raises ProgramError if the ranks are no such block, or if this mesh lacks one of them.
+        Raises ProgramError if the ranks do not form a block, or if this mesh lacks one of them.
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """

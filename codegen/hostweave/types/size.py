@@ -58,12 +58,12 @@ class Size:
 
     @property
     def factor(self) -> Factor | None:
-        """Its only factor, if it is nothing else. None otherwise."""
+        """Its only factor; None if it is not a single factor."""
         return self.factors[0] if self.coefficient == self.divisor == len(self.factors) == 1 else None
 
     @property
     def name(self) -> str | None:
-        """Its symbol, if it is nothing else. None otherwise."""
+        """Its symbol; None if it is not a single symbol."""
         return self.factor if isinstance(self.factor, str) else None
 
     @property
@@ -77,7 +77,8 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shares of `ranks` ranks may differ: of an int that does not divide, of an `uneven` symbol, or of a sum with one."""
+        """True if the shares of `ranks` ranks may differ: of an int that does not divide, an `uneven` symbol, or a sum with such a
+        symbol."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
@@ -336,7 +337,7 @@ class SizeReader(Lexer):
             return name
         with self.inside():
             size = self._product()
-        while name == "ceil" and self.accept("/"):  # the last divisor is that of the share: ceil(M/2/4)
+        while name == "ceil" and self.accept("/"):  # the last divisor belongs to the share: ceil(M/2/4)
             ranks = self._divisor(size, start)
             if self.accept(")"):
                 return CeilDiv(size, ranks)

@@ -266,7 +266,7 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. Of replicas, the last one is used.
+        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If ranks are replicas, the last one is used.
 
         Raises ArgumentError if the number of arrays or a shape does not fit.
         """
@@ -343,7 +343,7 @@ def shape_given(array: Any) -> Shape | None:
     """Shape of an array, or None for a value that is not an array."""
     try:
         shape = array.shape
-    except Exception:  # a library of others may raise anything, such as for a file that was closed
+    except Exception:  # another library may raise any exception, for example if a file was closed
         return None
     return shape if isinstance(shape, tuple) else None
 

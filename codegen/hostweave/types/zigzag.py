@@ -1,6 +1,6 @@
 """Zigzag sharding of a dim, which balances work that grows along it, such as attention with a causal mask.
 
-The dim is cut into two pieces per rank. Of N ranks, rank r has pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 has pieces 0
+The dim is cut into two pieces per rank. Rank r of N has pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 has pieces 0
 and 7, and rank 1 has 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
 """
 

@@ -1,7 +1,7 @@
 """Floats over dual numbers, in which exp of a sum is the product of exps. Joins of softmaxes by their log-sum-exps need this.
 
-An element is a + b e of the field, where e * e = 0, and exp(a + b e) = 1 + a e. A logarithm carries the number that it is of through sums
-and selections, so that exp(log(y) + x) = y exp(x). So exp is known to first order alone: shadows are compared, too.
+An element is a + b e of the field, where e * e = 0, and exp(a + b e) = 1 + a e. A logarithm keeps its argument through sums and selections,
+so that exp(log(y) + x) = y exp(x). Because exp is known to first order only, shadows are compared, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6  # of shadows
 
 
 class Dual(Real):
-    """A shadow, a, b, and c + d e, the number of which this is the logarithm; c is 0 if it is none."""
+    """A shadow, a, b, and c + d e. If the number is a logarithm, its argument is c + d e; otherwise c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

@@ -18,9 +18,9 @@ ZERO, ONE = np.uint64(0), np.uint64(1)
 _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of an element
 _LOW = np.uint64(2**13 - 1)
-_SMALL = 2**14  # products, up to which the loops of NumPy are faster than BLAS
+_SMALL = 2**14  # largest number of products for which NumPy's loops are faster than BLAS
 _MANY = 4096
-_EXPONENTS = 1200  # of f64, on both sides of 1
+_EXPONENTS = 1200  # exponents of f64, above and below 0
 
 
 @cache
@@ -84,7 +84,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
         return product
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # of halves the sums are exact in f64
+    for start in range(0, inner, _SUMMED):  # sums of products of halves are exact in f64
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         total = total + ((high.astype(np.uint64) % P << _HALF) + low.astype(np.uint64)) % P

@@ -32,7 +32,7 @@ from hostweave.check.results.lanes import (
     values_of,
 )
 
-# Functions of NumPy that the field does not have, and how elements come into the range in which they are defined.
+# NumPy functions that are random functions of the field, each with a map of elements into its domain.
 _ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _OPAQUE: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANYWHERE, lambda x: x),
@@ -43,7 +43,7 @@ _OPAQUE: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take none."""
+    """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take no lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
@@ -143,7 +143,7 @@ class Functions:
 
     @staticmethod
     def _opaque(name: str, x: Any, *others: Any) -> Any:
-        """A function that the field does not have; of elements where NumPy's is not defined it is that of others."""
+        """A random function in place of one that the field lacks. Elements outside of its domain are mapped into the domain first."""
         with np.errstate(all="ignore"):
             inside = _OPAQUE[name](x.value)
             return x.opaque(name, getattr(np, name)(inside, *(other.value for other in others)), *others)
@@ -343,7 +343,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         added = x.like(y)
-        if added.lanes > x.lanes:  # of which x has one, and it is written to in place
+        if added.lanes > x.lanes:  # x has one lane, and is written in place
             raise Apart
         for part, new in zip(x.parts, added.parts, strict=True):
             np.add.at(part, key, new)
@@ -368,7 +368,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements are equal: they are one number, computed in two ways."""
+    """Compares shadows. Numbers with equal elements are equal: they are the same number, computed in two ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random inputs of a fusion: floats of the field, and integers over the whole range of what they steer."""
+"""Random inputs of a fusion: floats of the field, and integers over the whole range of the sizes that they steer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow = random.standard_normal(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # each element has both signs: the negative of a negative number is its abs
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs: abs negates negative numbers
         return functions.real.exactly(shadow, random.integers(1, PRIME, shape, np.uint64))
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
@@ -62,7 +62,7 @@ def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]
 
 
 def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that steers an op. A value that only moves elements stands for its source."""
+    """Yields the name, role and bound of each value that steers an op. A value that only moves elements is replaced by its source."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

@@ -1,10 +1,10 @@
 """Arrays in several lanes, one for each rank and seed.
 
-The lane is the first dim of every part, which shapes and axes do not show. What decides by a value, such as `int(x)`, raises Apart:
-`apply` then calls it for one lane after the other.
+The lane is the first dim of every part. Shapes and axes do not include it. A function that branches on a value, such as `int(x)`, raises
+Apart. `apply` then calls it for one lane after another.
 
-Integers and bools are what they are. A float is a `Real`: a shadow in f64, which decides comparisons, maxima, orders, casts to integers
-and infinities; and an element of a finite field, random and independent of the shadow, in which sums and products are exact. Functions
+Integers and bools are exact. A float is a `Real`, which has two parts. The shadow, in f64, decides comparisons, maxima, orders, casts to
+integers and infinities. The element of a finite field is random and independent of the shadow. Its sums and products are exact. Functions
 that the field does not have, such as sqrt, are random functions of the element.
 """
 
@@ -23,19 +23,19 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-NEAR = 1e-9  # an integer: shadows differ by rounding
+NEAR = 1e-9  # largest distance of a shadow from an integer that it stands for, because of rounding
 
 
 class Apart(Exception):
-    """A function decides by a value, so that lanes have to be computed one after the other."""
+    """Raised by a function that branches on a value. Its lanes must then be computed one after another."""
 
 
 class Lanes:
-    """An array in each lane. A constant has one lane, which stands for all."""
+    """An array in each lane. A constant has one lane, which is used for all."""
 
     __slots__ = ("parts",)
     __array_ufunc__ = None
-    functions: ClassVar[Any]  # those of functions.py
+    functions: ClassVar[Any]  # the functions of functions.py
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, *parts: Part):
@@ -186,7 +186,7 @@ class Real(Lanes):
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
-    count: ClassVar[int] = 2  # of its parts
+    count: ClassVar[int] = 2  # number of parts
 
     @classmethod
     def of(cls, value: Any) -> Self:

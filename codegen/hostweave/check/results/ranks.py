@@ -1,7 +1,7 @@
-"""Runs a host program on all ranks at once, in lanes: ranks that come to one instruction with equal layouts do it together.
+"""Runs a host program on all ranks at once, in lanes. Ranks that reach one instruction with equal layouts execute it together.
 
-A rank goes on until it waits for another one. Of those that can go on, the ones that have done the least are next, with those that have
-come to the same.
+A rank runs until it waits for another one. The rank that has executed the fewest operations runs next, together with all ranks at the same
+instruction.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """The memory of all ranks, and how far each has come. `lanes` is the number of lanes of a rank: one a seed."""
+    """The memory of all ranks, and the progress of each. `lanes` is the number of lanes of a rank: one a seed."""
 
     def __init__(self, instances: Instances, met: Sequence[MatchedCollective], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
         self.meeting_of = {part: meeting for meeting in met for part in meeting.parts}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
-        self.posted: dict[Operation, Lanes | None] = {}  # what each communication that was reached sends
-        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # what comes from these, reduced where it is to be
+        self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
+        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # data that these deliver, already reduced if the collective reduces
         self.bound: dict[tuple[str, int], list[tuple[Any, ...]]] = {}  # the ops of each kernel, at the sizes of a rank
         self.ran: set[tree.Instruction] = set()
-        self.watch: Callable[[int, Access, Lanes], None] | None = None  # gets what a rank holds after each write, of its own memory
+        self.watch: Callable[[int, Access, Lanes], None] | None = None  # gets the contents after each write of a rank to its own memory
 
     # --- memory ---
 
@@ -61,7 +61,7 @@ class FieldRanks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """Returns the memory that the accesses of ranks name. All have one layout. Their buffers differ where their streams do."""
+        """Returns the memory that the accesses of ranks name. All have one layout. Their buffers differ if their streams differ."""
         regions = [access.region for access in accesses]
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         if len({(region.root, region.offset) for region in regions}) == 1:
@@ -103,7 +103,7 @@ class FieldRanks:
             return False
         launched = (self.kernels[name] for name in tree.names(a.instruction, "launch") if name in self.kernels)
         if any(cut.local for cut in a.instruction.packed) or any(kernel.is_local for kernel in launched):
-            return False  # depends on where the shard of a rank begins
+            return False  # depends on the offset of a rank's shard
         return [access.region.layout for access in a.accesses] == [access.region.layout for access in b.accesses]
 
     def is_ready(self, queue: _Queue) -> bool:
@@ -232,14 +232,14 @@ class FieldRanks:
 
     def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
         columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
-        if len(columns) > 1:  # one may lie where another one was read
+        if len(columns) > 1:  # a result may overwrite an operand of another one
             results = [result.copy() if isinstance(result, Lanes) else result for result in results]
         for column, result in zip(columns, results, strict=True):
             self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
 
 
 class _Queue:
-    """The operations of a rank that compute or communicate, in one call, and the one that is next."""
+    """The operations of a rank in one call that compute or communicate, and its position in them."""
 
     def __init__(self, operations: Sequence[Operation]):
         self.left = iter(operations)
@@ -325,7 +325,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different places of several ranks: the lanes of each, one after the other."""
+    """Memory at different offsets on several ranks: the lanes of all ranks, concatenated."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

@@ -1,4 +1,4 @@
-"""Finds results of a host program that are not those of its fusion, by random numbers over a finite field (Schwartz 1980, Zippel 1979)."""
+"""Compares the results of a host program with those of its fusion, for random numbers over a finite field (Schwartz 1980, Zippel 1979)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hostweave.types.tensor import block_of, global_shape, holds
 SEEDS, MOST_SEEDS = 3, 12
 NEARLY = 1e-9  # equal in f64
 FEW = 2 * 10**4  # elements of all seeds
-MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # elements of a program, above which it has two seeds, of opposite signs, and one
+MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # above so many elements a program has two seeds with opposite signs; above the second number, one
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Difference:
 
 
 def _seeds(elements: float) -> int:
-    """Returns the number of seeds: several for small programs, because a wrong comparison shows only if a number lies between."""
+    """Returns the number of seeds: several for small programs, because a wrong comparison shows only for numbers between the two bounds."""
     if elements > MANY:
         return 1 if elements > VERY_MANY else 2
     return max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
@@ -87,8 +87,8 @@ def difference(
 ) -> Difference | None:
     """Returns the first difference between a host program and its fusion, at the sizes of `wanted`.
 
-    exp is a random function first. Programs that join softmaxes by their log-sum-exps differ then, so that exp is a homomorphism in a
-    second run. A multiple of a joined log-sum-exp differs in both runs; it counts as equal if it is equal in f64.
+    In the first run exp is a random function. A program that joins softmaxes by their log-sum-exps differs in this run, so exp is a
+    homomorphism in a second one. A multiple of a joined log-sum-exp differs in both. It counts as equal if it is equal in f64.
     """
     if _difference(wanted, instances, met, ran) is None:
         return None
@@ -126,13 +126,13 @@ def _difference(
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """The block of an output that a rank has, and the one that it should have."""
+    """A rank's block of an output, and the expected block."""
 
     name: str
     rank: int
     got: Lanes
     want: Lanes
-    places: NDArray[np.intp]  # of its elements in the global output
+    places: NDArray[np.intp]  # indices of its elements in the global output
     shape: tuple[int, ...]  # of that
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
@@ -182,21 +182,21 @@ def computed_outputs(
 
 # --- a program at several sizes ---------------------------------------------------------------------------------------
 
-Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # what becomes of a fusion after each pass, with the pass's name
+Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # names of the passes, each with the program after it
 
 
 class Results:
     """The results of a host program, compared with those of its fusion at one size after another."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, most: float = inf):
-        """`most` bounds the work: sizes at which there are more elements are left out."""
+        """`most` bounds the work: sizes with more elements are skipped."""
         self.most = most
         self.fusion, self.program, self.stages = fusion, program, stages
         self.ran: set[tree.Instruction] = set()
         self.left_out: list[str] = []
 
     def compare(self, instances: Instances, met: Sequence[MatchedCollective], sizes: Sizes) -> None:
-        """Raises ProgramError for the first element of an output that differs, with the pass after which it does."""
+        """Raises ProgramError for the first element of an output that differs, and names the pass that introduced the difference."""
         if (elements := work(self.fusion, sizes)) > self.most:
             at = "".join(f", {name}={size}" for name, size in sizes.items())
             self.left_out.append(f"the results{at}: {elements:.1e} elements are more than {self.most:.1e}")
@@ -220,21 +220,21 @@ class Results:
 
     def unchecked(self) -> tuple[str, ...]:
         """Returns the sizes that were left out, the lines of the program that never ran, and the user's kernels."""
-        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # with what is posted in a group
+        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # including the operations of groups
         there = dict.fromkeys(i for i in tree.walk(inlined(self.program).body) if i.work or isinstance(i, ir.Communication))
         lines = [f"never ran: {instruction_text(i)}" for i in there if ran and _without_values(i) not in ran]
         return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Drops the values of expressions, which an execution has and its instruction has not."""
+    """Drops the values of expressions, which an execution adds to its instruction."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """Returns the pass after which a program first has another result, and the op of the first value that differs there.
+    """Returns the pass that first changed a result, and the op of the first value that differs after it.
 
-    The pass is "" if no stage has another result. The op is None if no value of the fusion differs that the stage has under its name.
+    The pass is "" if no stage has a different result. The op is None if no value differs that the fusion and the stage have under one name.
     """
     right = fusion
     for name, stage in stages:
@@ -242,7 +242,7 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
             if _is_wrong(fusion, stage, found):
                 return name, _first_wrong_value(right, stage, found)
         except (ExecutionError, ProgramError):
-            continue  # a stage that only later passes make whole
+            continue  # a stage that cannot run before later passes complete it
         right = stage if isinstance(stage, Fusion) else right
     return "", None
 
@@ -251,7 +251,7 @@ OpsByName = dict[str, tuple[Op, Lanes]]  # a name in an inlined host program -> 
 
 
 def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
-    """Values of a fusion and of the functions that it calls, under the names that they have where calls are inlined."""
+    """Values of a fusion and of the functions that it calls, by their names after inlining."""
     found: OpsByName = {}
     calls: Counter[str] = Counter()
 
@@ -266,7 +266,7 @@ def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
 
 @np.errstate(all="ignore")
 def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
-    """Returns the op of the first value that differs between a fusion and what the next pass has made of it."""
+    """Returns the op of the first value that differs between a fusion and the program after the next pass."""
     wanted = Wanted(right, found.sizes, JOINED, found.seeds)
     values = _named_values(right, wanted)
     if isinstance(stage, Fusion):
@@ -274,7 +274,7 @@ def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Dif
             if name in values and got.shape == (want := values[name][1]).shape and got.differs(want).any():
                 return op
         return None
-    last: dict[tuple[str, int], bool] = {}  # by value and rank, in the order of the last writes: if the whole block is wrong then
+    last: dict[tuple[str, int], bool] = {}  # (value, rank) -> True if the whole block is wrong, in the order of the last writes
 
     def watch(rank: int, access: Access, got: Lanes) -> None:
         if access.name not in values:

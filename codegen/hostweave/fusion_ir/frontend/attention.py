@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
-        if group > 1:  # the counter numbers heads as if there were no groups: [..., heads * group, S, T]
+        if group > 1:  # the counter numbers all query heads: [..., heads * group, S, T]
             indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
         weights = _dropped(weights, dropout_p, indices, seed, draw)
     return _weighted(weights, query, value, group)
@@ -166,7 +166,7 @@ def attention_backward(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention`: of query, key and value, and of the bias if there is one, each in the type of its operand.
+    """Gradients of `attention`: of query, key, value and the bias if given, each with the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands. The other arguments are those of `attention`. It is one call,
     without the matrix of scores in memory, if `attention` is one, or else composed of matmuls.

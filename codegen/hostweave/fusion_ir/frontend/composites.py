@@ -16,7 +16,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
 
 _P = ParamSpec("_P")
-MAX_RANDOM_DIMS = 4  # a counter has as many words
+MAX_RANDOM_DIMS = 4  # a counter has 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:

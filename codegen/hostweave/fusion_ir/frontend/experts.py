@@ -26,10 +26,10 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first one. A group begins where the one before ends. Offsets are data: they do not decrease,
-    and are not read by the host. On the CPU target groups that overlap are an ExecutionError. Rows after the last group are zeros in the
-    first form. Products of f16 and bf16 are summed in f32. All operands may have one more dim in front, of a batch, as `moe_dispatch`
-    gives.
+    The second form is the gradient of b in the first one. A group begins at the end of the previous one. Offsets are data: they do not
+    decrease, and are not read by the host. On the CPU target groups that overlap are an ExecutionError. Rows after the last group are zeros
+    in the first form. Products of f16 and bf16 are summed in f32. All operands may have one more dim in front, of a batch, as
+    `moe_dispatch` gives.
 
     E, K, N and T may be sharded. A rank multiplies its part of the rows by its matrices. A sharded dim that the result lacks gives a
     partial sum.
@@ -47,7 +47,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _before(ends: Tensor) -> Tensor:
-    """Ends without the last one, and 0 in front."""
+    """Starts of the groups: a 0, then all ends except the last."""
     return ends * 0 if ends.type.shape[-1] == Size() else hw.pad(ends[..., :-1], (1, 0))
 
 
@@ -102,7 +102,8 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
 
 @_called("repeated")
 def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: SizeLike | None = None) -> Tensor:
-    """Repeats each index of a dim, as torch.repeat_interleave: `repeats` times, or each as often as an element of ints `repeats` [D] says.
+    """Repeats each index of a dim, as torch.repeat_interleave: `repeats` times, or `repeats[i]` times for element i if `repeats` is an int
+    tensor [D].
 
     `total` is the size of the dim afterwards, which counts that are data need. Indices after the last repetition repeat the last one.
     Repetitions after `total` are cut off.
@@ -198,17 +199,17 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
-    order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # unused rows are all alike, and cost no reads of memory
+    order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row, so they cost no memory traffic
     of_choices = ranks, str(experts.type.shape[0]), choices
     places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
     return Routing(ends, rows, names, ranks, choices, order, places, is_own)
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
-    """Replaces the experts of choices for which their rank has no room by `num_experts`, an expert that no rank has."""
+    """Replaces the expert of each choice that exceeds its rank's capacity by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
-    places = indices.inverse_order(indices.argsort(own, 1), 1)  # of a rank's choices in the order of their experts
+    places = indices.inverse_order(indices.argsort(own, 1), 1)  # choices of a rank, sorted by expert
     target = own // (num_experts // ranks)
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
@@ -227,8 +228,8 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
     """Sends each row of x [T, H] to the ranks of its experts: [R, rows, H], sharded over the axes of the routing.
 
     Each rank has the rows of its experts one after another, and for each expert in the order of the tokens. `routing.ends` says where they
-    end; rows after these are unused, and have any values. `weights` [T, k] multiply the rows, as in the gradient of `moe_combine`. It is
-    the transpose of `moe_combine`.
+    end; rows after these are unused, and their values are undefined. `weights` [T, k] multiply the rows, as in the gradient of
+    `moe_combine`. It is the transpose of `moe_combine`.
 
     All ranks gather x, and each copies the rows that it needs. So a token travels once to each rank, however many of its experts are there.
 

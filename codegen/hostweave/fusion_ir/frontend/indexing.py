@@ -101,7 +101,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are large. May be no int, since divisibility is checked in each call."""
+    """Value of a size if all its symbols are large. The result may be a fraction, because divisibility is checked in each call."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):

@@ -60,7 +60,8 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
     """Elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
 
-    `indices` are ints, with as many dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded dims.
+    `indices` are ints, with the same number of dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded
+    dims.
 
     Raises ProgramError for other shapes.
 
@@ -209,7 +210,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
 
 
 def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:
-    """Dims of which only a part is read or written, each with its start."""
+    """Dims that are read or written partially, each with its start."""
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"

@@ -58,7 +58,7 @@ def record(
 ) -> Tensor:
     """Records one op and returns its result. `target` is the part of the result's type that the user states.
 
-    `beside` is a tensor of the same function, for an op without operands. Without `beside` such an op belongs to the function being traced.
+    An op without operands is recorded in the function of the tensor `beside`, or in the function being traced.
     `callee` is the function of a call, and `user_kernel` the C++ of a kernel. `written` names an op without operands in errors.
 
     Raises ProgramError if an operand is no tensor of this fusion, or operands do not fit.

@@ -1,4 +1,4 @@
-"""Finds calls of a function that repeat, and makes one repeat of them. What they take and give in turn become groups.
+"""Finds calls of a function that repeat, and makes one repeat of them. Operands and results that differ between the calls become groups.
 
     fusion @f(%x: f32[M, K], %w_0: f32[K, K], %w_1: f32[K, K]) {
       %h: f32[M, K] = call @layer(%x, %w_0)
@@ -30,11 +30,11 @@ from hostweave.types.tensor import TensorType
 
 LEAST = 2  # calls that repeat
 
-Column = tuple[str, ...]  # the values that the calls of a run take for an operand, or give as a result, in order
+Column = tuple[str, ...]  # one operand of all calls of a run, or one result of them, in order
 
 
 class _Unfit(Exception):
-    """A run or group of inputs that cannot be one. Holds what is not tried again."""
+    """A run or group of inputs that cannot be one. Records attempts that failed, so that they are not repeated."""
 
     def __init__(self, what: object):
         self.what = what
@@ -49,8 +49,8 @@ class _Run:
     results: tuple[Column, ...]  # of each result; "" where nothing takes it
     carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
     each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the same, of which each call takes the tensor before
-    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards of it to one type, in its place
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the stack or group of which each call takes the previous tensor
+    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards to one type that replace it
     backward: bool = False
 
     @property
@@ -66,11 +66,11 @@ class _Run:
         return column[::-1] if self.backward else column
 
     def taken(self, operand: int) -> int:
-        """Number of the result that has all tensors which the calls take for an operand."""
+        """Number of the result that collects the tensors of one operand of all calls."""
         return len(self.results) + operand
 
     def given(self, result: int) -> int:
-        """Number of the result that has all tensors which the calls give for a result."""
+        """Number of the result that collects one result of all calls."""
         is_carried = result in self.carried.values()
         return len(self.results) + len(self.columns) + result if is_carried else result
 
@@ -80,7 +80,7 @@ class _Run:
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Columns that the calls give and take in turn, in the order of the tensors -> the number of that result."""
+        """Columns of results that later calls read one after another -> the number of the result that holds them."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
@@ -132,7 +132,7 @@ class _Repeats:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # A model may return what all layers but the last one carry.
+                # A model may return the carried values of all layers but the last.
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
@@ -162,12 +162,12 @@ class _Repeats:
         return len(calls)
 
     def results_of(self, call: Op) -> list[str]:
-        """Names of the results of a call; "" where nothing takes it."""
+        """Names of the results of a call; "" if nothing uses it."""
         assert call.callee is not None
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> _Run | None:
-        """The calls as one run; None if they are none."""
+        """The calls as one run; None if the calls do not repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
@@ -194,7 +194,7 @@ class _Repeats:
         return None
 
     def placed(self, run: _Run, at: int) -> tuple[Column, TensorType] | None:
-        """Reshards to one type that are all that takes a result of the calls, which the function can do itself."""
+        """Reshards to one type that are the only uses of a result of the calls. The function can do them itself."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -203,7 +203,7 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group of which a column has all tensors but the last one, behind another value; () if there is none."""
+        """The stack or group of which a column holds another value and then all tensors except the last; () if there is none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -221,9 +221,9 @@ class _Repeats:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order; neighbours that are passed in turn become rows of columns.
+        """Inputs in order; adjacent operands of successive calls become rows of columns.
 
-        Raises _Unfit for a column that does not stand so in the inputs.
+        Raises _Unfit if the inputs do not hold a column in this order.
         """
         wanted = {column for run in self.runs for column in (*run.each.values(), *run.lagged.values()) if column not in self.stacks}
         counts = Counter(name for column in wanted for name in column)
@@ -248,7 +248,7 @@ class _Repeats:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: set[Column]) -> tuple[Column, ...] | None:
-        """Columns of equal length that stand in turn from here on, at least one of them wanted; None if there are none."""
+        """Columns of equal length that are interleaved from here on, at least one of which is wanted; None if there are none."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -263,7 +263,7 @@ class _Repeats:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Results that runs give in turn and the program returns: the run, the result of its calls, and its stated type."""
+        """Results of successive calls that the program returns: the run, the result of its calls, and its stated type."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -280,14 +280,14 @@ class _Repeats:
         return found
 
     def is_kept_otherwise(self, run: _Run, at: int) -> bool:
-        """True if what is carried is updated in place, or if other runs take all that the calls take of it."""
+        """True if the carried value is updated in place, or if other runs use all of its tensors that the calls use."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that are a value, or a reshard of it that nothing else takes."""
+        """Outputs of the program that are a value itself, or a reshard of it without other uses."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
@@ -325,7 +325,7 @@ class _Rewriting:
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
-        """A value for each column of inputs that are passed in turn."""
+        """A value for each column of inputs that successive calls take."""
         runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:
@@ -371,7 +371,7 @@ class _Rewriting:
         return names, into if any(into) else (), groups if any(groups) else ()
 
     def pin(self, run: _Run) -> None:
-        """Has the function give what the next call takes, and what the program returns, in the sharding in which it is wanted."""
+        """Makes the function return its results in the shardings that the next call and the program's outputs need."""
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
         wanted |= {at: type for at, (_, type) in run.placed.items()}
@@ -396,7 +396,7 @@ class _Rewriting:
     # --- ops ---
 
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-        """The ops, with each run as a repeat, in the order in which they stood as far as their operands allow."""
+        """The ops with each run replaced by a repeat, in the original order as far as operands allow."""
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
@@ -425,7 +425,7 @@ class _Rewriting:
         return eliminate_dead_code(ops, outputs)
 
     def place(self, run: _Run, outputs: tuple[str, ...]) -> None:
-        """Names the results of a repeat, and says what stands for each result of its calls."""
+        """Names the results of a repeat, and maps each result of its calls to its replacement."""
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}
@@ -444,7 +444,7 @@ class _Rewriting:
                 self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
     def stack(self, run: _Run, column: Column, at: int, elements: Column) -> None:
-        """Names a stack, and says which of its tensors stands for each of these values."""
+        """Names a stack, and maps each of these values to one of its tensors."""
         returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
             names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]
@@ -454,7 +454,7 @@ class _Rewriting:
                 self.element[name] = self.name_of[column], number
 
     def repeat(self, run: _Run) -> list[Op]:
-        """The repeat, and all results that it may give besides the first."""
+        """The repeat, and all results that it may have besides the first."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
         whole = run.each | run.lagged
         firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)

@@ -279,7 +279,7 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op of these operands. `known` are the tensors among them and beside them.
+        """Adds an op of these operands. `known` are the tensors among the operands, and other tensors of the function.
 
         Raises ProgramError if the tensors belong to other fusions, or do not fit.
         """
@@ -353,7 +353,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """A Python number as the tensors next to it take it."""
+    """Converts a Python number to the dtype of the tensors next to it."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

@@ -102,7 +102,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
-    """Names of the inputs in order: the function's parameters, then those that its `**weights` takes, as given.
+    """Names of the inputs in order: the function's parameters, then the keyword arguments of its `**weights`, in the given order.
 
     A parameter with a default and no type is no input; the function uses the default.
     """
@@ -137,7 +137,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gives every result an op of its own: returned inputs and repeated results are copied."""
+    """Makes each result the result of a separate op: returned inputs and repeated results are copied."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -294,7 +294,7 @@ class _Names:
         self.counts: dict[str, int] = {}
         self.given = set(given)  # inputs, such as weights, and inputs whose elements were moved
         self.subjects: dict[str, str] = {}  # by derived value: the user's name of the value that it was made of
-        self.sources: dict[str, str] = {}  # by moved value: the name of the value that its elements come from
+        self.sources: dict[str, str] = {}  # by moved value: the name of the value that holds its elements
 
     def claim(self, number: str, wanted: str) -> None:
         """Names a value, with a number if the name is taken. Does nothing if it has a name."""

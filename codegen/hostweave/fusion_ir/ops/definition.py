@@ -60,10 +60,10 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if different
-    lane: str = ""  # function that processes a whole lane along one dim; such an op is a kernel of its own
+    lane: str = ""  # function that processes a whole lane along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads of a lane need no synchronisation, since each computes its own elements
     in_clusters: bool = False  # several blocks may process adjacent lanes together
-    gathers: bool = False  # it reads its first operand at an index: that in its second operand, or else one that follows from its own
+    gathers: bool = False  # it reads its first operand at an index, which the second operand holds or which is computed
     updates: bool = False  # it updates its first operand in place, and writes only some elements
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction

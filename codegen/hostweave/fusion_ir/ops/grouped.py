@@ -2,7 +2,7 @@
 
 There may be a batch dim in front of all dims: each of the batch has its own groups and matrices, and its own rows or the same ones.
 
-Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; what is outside is cut off. If
+Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; rows outside are not computed. If
 the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.
 """
 
@@ -23,7 +23,7 @@ AnyType = TensorType | BufferType
 
 
 def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, is_outer: bool) -> str:
-    """Reason why there is no grouped matmul of these operands, or ""."""
+    """Reason why a grouped matmul cannot take these operands, or ""."""
     batch = starts.shape[:-1]
     is_shared = bool(batch) and not is_outer and len(x.shape) == 2
     if len(x.shape) != 2 + len(batch) - is_shared or len(batch) > 1 or len(other.shape) != 2 + len(batch) + (not is_outer):

@@ -183,7 +183,7 @@ def _transposed(a: TensorType, b: TensorType) -> str:
 
 
 def why_no_product(dtype: DType) -> str:
-    """Reason why there is no matmul of this dtype, or ""."""
+    """Reason why matmul does not support this dtype, or ""."""
     if dtype.kind in ("int", "uint") or (dtype.kind == "float" and dtype.itemsize > 1):
         return ""
     return f"there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints"

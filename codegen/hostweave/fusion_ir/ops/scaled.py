@@ -36,7 +36,7 @@ def is_composed(op: Op) -> bool:
 
 
 def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType, *scales: TensorType | BufferType) -> str:
-    """Reason why there is no scaled matmul of these operands, or ""."""
+    """Reason why a scaled matmul cannot take these operands, or ""."""
     for operand in (a, b):
         if operand.dtype.kind != "float" or operand.dtype.itemsize != 1:
             return f"{operand} is not a tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"

@@ -68,7 +68,7 @@ def _slice(types: Types, op: Op) -> TensorType:
 
 
 def _end(start: int, taken: int, step: int) -> int:
-    """End index of a slice, exclusive. Equal to its start if it has no elements, such as x[1:] of one element."""
+    """End index of a slice, exclusive. Equal to the start if the slice is empty, such as x[1:] of one element."""
     return start + (taken - 1) * step + 1 if taken else start
 
 
@@ -128,9 +128,9 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Axes of a reshape's dims for which each rank keeps its elements, as from [8@y,x] to [2@y, 4@x]. None if there are none.
+    """Axes of a reshape's dims such that no element changes its rank, as from [8@y,x] to [2@y, 4@x]. None if there are none.
 
-    In both shapes each rank has one index of every dim before the last sharded one, and the last sharded dim is shared evenly.
+    In both shapes each rank has one index of every dim before the last sharded one, which is shared evenly.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)

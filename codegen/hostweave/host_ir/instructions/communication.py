@@ -138,7 +138,7 @@ class Broadcast(FromTo):
 class BroadcastToOthers(FromTo):
     """On every rank but the root, dst = the src of the root.
 
-    The root keeps its src and needs no dst. Other ranks need no src, because both may be on different meshes.
+    The root keeps its src and needs no dst. Only the root needs src.
     """
 
     root: Expr
@@ -174,7 +174,7 @@ class Gather(FromTo):
 
 @dataclass(frozen=True)
 class Scatter(FromTo):
-    """dst = this rank's block of the root's src. Other ranks' src is not used. Posted as sends and recvs."""
+    """dst = this rank's block of the root's src. The src of other ranks is not used. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -220,7 +220,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends once every rank of the process group has arrived. It is an all_reduce of one element that no rank uses."""
+    """Ends once every rank of the process group has arrived. It is an all_reduce of one element whose result is not used."""
 
     token: Update
     channel: str
@@ -252,8 +252,8 @@ class Recv(PointToPoint):
 class SendBlocks(Routed):
     """Sends the blocks of src that the routes give to this rank. Posted as a group.
 
-    src holds its blocks one after another: `count` equal ones, or those of a packed tensor. The recv_blocks of the same routes matches it,
-    in order.
+    src holds its blocks one after another: `count` equal blocks, or the blocks of a packed tensor. The recv_blocks of the same routes
+    matches it, in order.
     """
 
     src: Read

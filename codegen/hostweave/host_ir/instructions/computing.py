@@ -41,8 +41,8 @@ class Matmul(Compute):
     vector along dst's columns. There is at most one of each.
 
     8-bit floats have two `scales` of f32. Then a is [M, K] with contiguous rows, and b is [K, N] with contiguous columns. Scales of a are
-    [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each multiplies the elements of its block; those of b are alike. Scales of blocks lie
-    as cuBLASLt requires: see `scales_lie`.
+    [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each multiplies the elements of its block; the scales of b follow the same rules.
+    Scales of blocks lie as cuBLASLt requires: see `scales_lie`.
     """
 
     a: Read
@@ -71,7 +71,7 @@ class Matmul(Compute):
 class Grouped(Compute):
     """Products of groups of rows. Group e has rows `starts[e]` to before `ends[e]`, counted from before row `first` of the operands.
 
-    Starts and ends are contiguous [E] of i32. What they name outside of the rows is cut off. Groups must not overlap. Products of 16-bit
+    Starts and ends are contiguous [E] of i32. Rows outside of the matrix are ignored. Groups must not overlap. Products of 16-bit
     floats are summed in f32, and may be written so. In x and dst the elements of a row are contiguous.
     """
 
@@ -159,15 +159,16 @@ class Attention(_Masked):
     Head h of the queries uses group h / (H / G). The masks are:
 
     - `diagonal`: row i sees columns up to i + diagonal. With `window`, it sees only the last `window` of them.
-    - `lengths`, contiguous [...] of i32: the number of columns. A diagonal of corner `bottom_right` starts at the last one.
+    - `lengths`, contiguous [...] of i32: the number of columns. With corner `bottom_right`, the diagonal ends in the last row at the last
+      of these columns.
     - `bias`, [..., H, S, T], added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
     - `offsets`, contiguous [..., N + 1] of i32: starts of N packed sequences, and the end of the last one.
       Rows see only their own sequence.
 
     `lse`, contiguous [..., H, S] of f32, receives the log-sum-exps. In all other buffers, the elements of a row are contiguous.
 
-    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. It then gets zeros, and an
-    lse below -1e30. `kernels` names the kernels of this package that CUDA may need: `bf16_64` for heads of up to 64 elements. f32 always
+    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. The result is then 0, and its
+    lse is below -1e30. `kernels` names the kernels of this package that CUDA may need: `bf16_64` for heads of up to 64 elements. f32 always
     needs them; f16 and bf16 need them for what cuDNN lacks.
     """
 

@@ -48,7 +48,7 @@ class View(Instruction):
     def type_of(self, source: BufferType) -> BufferType:
         """Type of the view.
 
-        Raises ValueError if there is no such view of the source.
+        Raises ValueError if the source cannot be viewed so.
         """
         raise NotImplementedError
 
@@ -239,7 +239,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # grow the smaller side; if symbols hide which one that is, grow the target first
+        while have != want:  # grow the smaller side; if symbols hide which dim is smaller, extend the target first
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

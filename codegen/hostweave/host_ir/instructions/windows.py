@@ -11,7 +11,7 @@ class OneSided(Communication):
     """An access to the window of a peer, or a signal that orders such accesses. `peer` is a rank number in the process group.
 
     Signals are counted per peer and number. The n-th wait for a peer and number, in the host's issue order, ends at the n-th signal.
-    Buffers that peers access lie in windows, at the same offset on all ranks.
+    Buffers that peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
@@ -26,7 +26,7 @@ class Signalled(OneSided):
 
 @dataclass(frozen=True)
 class Put(Signalled):
-    """Writes src to dst on the peer, then signals. src need not lie in a window."""
+    """Writes src to dst on the peer, then signals. src need not be in a window."""
 
     src: Read
     dst: RemoteWrite

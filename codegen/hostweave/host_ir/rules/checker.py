@@ -160,7 +160,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """Checks a nested body. Its definitions go out of scope at its end."""
+        """Checks a nested body. Definitions of the body go out of scope at its end."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)

@@ -130,7 +130,7 @@ MAX_SIGNAL = 63  # largest signal number
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that memory which peers access lies in windows."""
+    """Checks that peers access only memory in windows."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")

@@ -27,7 +27,7 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
 
 
 def _window(c: Checker, i: ir.Allocate) -> None:
-    """Checks that all ranks allocate a window, with one size, so that it has one offset."""
+    """Checks that all ranks allocate a window with the same size, so that its offset is the same."""
     if c.mesh != c.program.mesh:
         c.fail(f"on {c.mesh} the window would have another offset than on other ranks: allocate it on all ranks")
     if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
@@ -161,7 +161,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Reason for which a matmul cannot have a bias or activation as its epilogue, or "". It must be a single matrix product with whole
+    """Reason why a matmul cannot have a bias or activation as its epilogue, or "". It must be a single matrix product with whole
     rows."""
     if dst.dtype.name == "f64":
         return "it is of f64"

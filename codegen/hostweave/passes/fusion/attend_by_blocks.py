@@ -51,7 +51,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention or its log-sum-exps. The first of the two emits the blocks for both."""
+        """Rewrites an attention or its log-sum-exps. The first of the two ops emits the blocks for both."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

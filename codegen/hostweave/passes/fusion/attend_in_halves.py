@@ -28,7 +28,7 @@ def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # halves of values along their rows; for keys, the first half and all of them
+        # halves of values along their rows; the first half of the keys, and all keys
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
@@ -92,7 +92,7 @@ class _Halving(OpRewriter):
         return first, second
 
     def columns(self, name: str) -> tuple[str, str]:
-        """The first half of the columns, and all of them."""
+        """The first half of the columns, and all columns."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name

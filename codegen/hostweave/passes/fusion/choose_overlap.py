@@ -107,8 +107,8 @@ class _Choice:
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications that lead to it, and the op that feeds the first of them.
 
-        By shard, the search stops at a gather over the streamed dim: each step reads one rank's shard. Across shards, all members must have
-        equally many shards. Values that are sharded differently are communicated before the loop.
+        By shard, the search stops at a gather over the streamed dim: each step reads the shard of one rank. Across shards, all members must
+        have equally many shards. Values that are sharded differently are communicated before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -181,7 +181,7 @@ class _Choice:
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if the loop communicates nothing although its operand is gathered right before. The user wanted to hide that gather."""
+        """Warns if the loop communicates nothing although its operand is gathered right before. The user asked to hide that gather."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.producer.get(str(name)), indices.operand_dim(i, member.dim)
@@ -264,8 +264,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication: those of the loop that makes an operand, so that both fuse. Otherwise
-        slices in order."""
+        """Chunking and rotation of a loop without communication: the chunking and rotation of the loop that computes an operand, so that
+        both loops fuse. Otherwise slices in order."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds one block alone of {root.result.type}"
@@ -280,7 +280,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of operands whose chunk is all that the same step of this loop reads."""
+        """Chunking and rotation of operands from which each step of this loop reads only its own chunk."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -325,13 +325,13 @@ class _Choice:
 
 
 class _Loops:
-    """Puts streamed ops into loops: neighbours that take the same steps, each reading what its own step made.
+    """Puts streamed ops into loops: adjacent loops with the same steps, in which each step reads only results of the same step.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
         %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-    becomes %v, a view without cost, and then a loop of %h and %y. Views alone are no loop.
+    becomes %v, a view without cost, and then a loop of %h and %y. Views alone do not form a loop.
     """
 
     def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
@@ -357,7 +357,7 @@ class _Loops:
                 yield replace(item, ops=tuple(replace(op, result=replace(op.result, stream=_in_loop(op))) for op in item.ops))
 
     def loop_of(self, op: Op) -> ChunkLoop:
-        """The loop of one op alone."""
+        """A loop that contains only this op."""
         stream, drops_dim = op.result.walked, op.result.walked.chunks is None
         size, chunking = op.result.type.dims[stream.dim].size, stream.chunking or "across_shards"
         steps = size if chunking == "by_shard" else size // shards(self.flow, (op,))
@@ -366,7 +366,7 @@ class _Loops:
         )
 
     def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if an op can join a loop. `alone` is the loop of the op alone."""
+        """True if an op can join a loop. `alone` is the loop with only the op."""
         flow, stream = self.flow, op.result.walked
         if replace(alone, ops=loop.ops) != loop or not self.walk_alike(alone, loop):
             return False
@@ -378,7 +378,7 @@ class _Loops:
                 continue
             produced = flow.values[operand].walked
             if flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-                return False  # reads more than the chunk of its own step
+                return False  # reads beyond the chunk of its step
             is_communicated = loop.communication is not None and loop.communication.result.name == operand
             if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
                 return False  # the shard is complete only after the last step

@@ -87,7 +87,7 @@ class _Decomposition(OpRewriter):
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves to another mesh with these dims whole: gathered before, and cut after."""
+        """Moves a value to another mesh with these dims unsharded: gathered before, and cut after."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
@@ -95,7 +95,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
-        """Reshards to or from zigzag: the pieces are reordered where a rank holds all of them."""
+        """Reshards to or from zigzag: the pieces are reordered on a mesh where each rank holds all of them."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"

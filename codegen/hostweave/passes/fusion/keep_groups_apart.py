@@ -11,7 +11,7 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-A rank reads only rows of its own experts in the second product, and has them from the first one. So only the last sum is over ranks.
+In the second product a rank reads only rows of its own experts, which it computed in the first product. So only the last sum is over ranks.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class _Apart(OpRewriter):
         self.made = {op.result.name: op for op in fusion.ops}
         self.inputs = {value.name: value.type for value in fusion.inputs}
         self.uses = consumers(fusion)
-        self.apart: dict[str, int] = {}  # ops of chains, with the number of ranks: their results have one more dim
+        self.apart: dict[str, int] = {}  # ops of chains, with the number of ranks: their results have an additional dim
         self.last: set[str] = set()  # the second products
         self.known: dict[tuple[str, int], str] = {}  # operands that were reshaped
         for op in fusion.ops:
@@ -88,7 +88,7 @@ class _Apart(OpRewriter):
         return alike and len(one.tensors) == len(one.operands) == len(other.tensors) and all(map(self.is_same, one.tensors, other.tensors))
 
     def keeps_rows(self, user: Op, first: Op) -> bool:
-        """True if the op computes each row of its result from the same rows, and its result has rows of its own."""
+        """True if the op computes each row of its result from the same row of its operands."""
         result = user.result
         if len(result.type.dims) != 2 or result.type.shape[0] != first.result.type.shape[0] or result.stream or result.pinned:
             return False

@@ -1,4 +1,4 @@
-"""Multiplies with a gathered matrix shard by shard, reading each shard where it lies. The shards are the matrix's columns.
+"""Multiplies with a gathered matrix shard by shard, and reads each shard in place. The shards are the matrix's columns.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -14,8 +14,8 @@ becomes
     }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-The own shard is not copied, other shards stay where they arrive, and the first matmul need not wait. The gather keeps its place and
-overlaps with the ops before the loop.
+A rank's own shard is not copied, other shards are read from the landing buffer, and the first matmul does not wait. The gather keeps its
+place and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator

@@ -94,7 +94,7 @@ class _Ranks:
 
 
 class _State:
-    """Times until which ranks are busy, and at which values are ready."""
+    """Times when ranks become idle, and times when values are ready."""
 
     def __init__(self, ranks: _Ranks):
         self.ranks = ranks

@@ -1,4 +1,4 @@
-"""Runs communication outside of chunk loops on a stream of its own, in parallel with independent ops.
+"""Runs communication outside of chunk loops on a separate stream, in parallel with independent ops.
 
     %y: bf16[M, N] = matmul(%x, %v)
     %w_gathered: bf16[N, K] = all_gather(%w, dim=0, axes=(x))
@@ -62,8 +62,8 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at its typical sizes.
 
-    A communication moves up past just enough work to hide it, since its result takes memory from there on. It never passes another
-    communication, so all keep their order. Before, matmuls whose results are only returned move down to fill waits.
+    A communication moves up past just enough work to hide it, since its result takes memory from there on. Communications never pass one
+    another, so they keep their order. Before, matmuls whose results are only returned move down to fill waits.
 
     An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less.
     Once one does, the remaining ones may too if that takes less time. A choice records each decision.
@@ -92,7 +92,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks to the end if they overlap with nothing and no large op needs them, as gradients of norms.
+    """Moves sums over ranks to the end if they overlap with nothing and no large op needs them, such as gradients of norms.
 
     Only in bodies with matmuls. A single group then posts them.
     """
@@ -122,7 +122,8 @@ class _Transfers:
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
-        """Returns the communication with its chosen transport. Copy engines always use a stream of their own, even if nothing overlaps."""
+        """Returns the communication with its chosen transport. Transfers by copy engines always use a separate stream, even if nothing
+        overlaps."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
             possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)

@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Backward type of a result. An unsharded dim takes free mesh axes if all consumers want the same ones."""
+    """Backward type of a result. An unsharded dim takes free mesh axes if all consumers need the same axes."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

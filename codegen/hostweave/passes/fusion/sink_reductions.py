@@ -116,10 +116,10 @@ class _Sinking:
     # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
-        """Edges of the graph whose cut costs what is reduced: from each value to the consumers that need its sum."""
+        """Edges of the graph. The cost of a cut is the number of bytes to reduce: from each value to the consumers that need its sum."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # reduced along several axes: the sum along one is a term along the other
+            if source in self.passing:  # reduced along several axes: the sum along one axis is a term along the other
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -144,7 +144,7 @@ class _Sinking:
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value to which terms are reduced: the value itself, or the result of the reshard that is its only consumer."""
+        """The value that results from reducing the terms: the value itself, or the result of the reshard that is its only consumer."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

@@ -10,7 +10,7 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Rows and keys are pieces in the order in which the ranks hold them. A rank sees half of every other rank's keys.
+Rows and keys consist of pieces, in the order of the ranks that hold them. A rank sees half of every other rank's keys.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Removes stacks whose terms are selected again, if nothing uses the stack as a whole.
+"""Removes stacks whose terms are selected again, if no op uses the whole stack.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
@@ -37,7 +37,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: dict[str, Op]) -> str | None:
-    """The value that a select takes out of a stack, or None."""
+    """The stacked value that a select returns, or None."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None

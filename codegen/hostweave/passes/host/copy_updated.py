@@ -2,7 +2,7 @@
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
-updates some elements of %y in the memory of %x. If %y has memory of its own, it becomes
+updates some elements of %y in the memory of %x. If %y has separate memory, it becomes
 
     copy %x -> %y
     launch @dynamic_update_slice_x %y, %row, %start -> %y

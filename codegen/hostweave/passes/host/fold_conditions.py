@@ -34,7 +34,7 @@ class _Folding:
     def __init__(self, program: Mesh):
         self.program = program
         self.ranges: dict[str, Range] = {}  # of indices
-        self.chosen: dict[str, str] = {}  # decided choices, with the buffer that each stands for
+        self.chosen: dict[str, str] = {}  # decided choices, each with the buffer that replaces it
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """Folds a body for the ranks of a mesh. Returns the body itself if nothing changes."""

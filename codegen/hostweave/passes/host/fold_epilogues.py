@@ -13,7 +13,7 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, a tensor in the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The epilogue
 works on unrounded sums, so the result is rounded once. The matmul moves to the position of the kernel.
 
-A kernel is folded if that saves a pass over memory: all of it, or the part that ends in a value that it had to write anyway. In a sum of
+A kernel is folded if that saves a pass over memory: the whole kernel, or the part up to a value that it writes in any case. In a sum of
 several matmuls, each one accumulates onto the previous one.
 """
 
@@ -115,7 +115,7 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel adds matmuls to at most one other tensor. Folding all of them leaves no kernel."""
+        """True if a kernel adds matmuls to at most one other tensor. If all ops are folded, no kernel remains."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
@@ -162,7 +162,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """The kernel without the folded ops. It reads their result if it still needs it."""
+    """The kernel without the folded ops. The rest of the kernel reads the result of the matmul if it needs it."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)

@@ -7,7 +7,8 @@ becomes
 
     launch @negative_multiply_y %x -> %y
 
-with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. It also writes %h if something else reads it.
+with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. The kernel also writes %h if another instruction reads
+%h.
 
 Kernels that read the same elements are fused too, if the later one can move to the first. Fusion works on launches, so it sees chunks of
 loops and communication. A kernel that is not fused further states the reason.

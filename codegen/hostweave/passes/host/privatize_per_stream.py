@@ -1,4 +1,4 @@
-"""Privatises buffers: if each iteration of a stream loop uses only one chunk of a buffer, each stream gets a buffer of its own.
+"""Privatises buffers: if each iteration of a stream loop uses only one chunk of a buffer, each stream gets a private buffer.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }

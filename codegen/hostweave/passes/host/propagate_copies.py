@@ -26,7 +26,7 @@ A copy that is read after the loop, as a part of the gathered value, moves to th
       copy %x -> %xg
     }
 
-This pass must follow those that need one alias root per name. A copy stays if the layouts differ or something else reads it.
+This pass must follow the passes that need one alias root per name. A copy stays if the layouts differ, or if another instruction reads it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """A branch in a loop that copies between buffers of one layout, and otherwise communicates. None for other instructions."""
+    """A branch in a loop: one side copies between buffers of one layout, the other communicates. None for other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -88,7 +88,7 @@ class _Copy:
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
         """Edits that make `users` name a choice instead of the buffer `name`, and remove the copy.
 
-        The choice stands before the first user, after the `views` that it needs. `kept` views stay where the copy was.
+        The choice is placed before its first user, after the `views` that it needs. `kept` views are placed where the copy was.
         """
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}

@@ -30,7 +30,7 @@ AT_ONCE = 1 << 14  # elements that a block of 512 threads reads by a few accesse
 
 
 def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Adds a kernel for few rows where a reduction was split and the number of its rows is not known."""
+    """Adds a kernel for few rows if a reduction was split and its number of rows is unknown."""
     links, kernels = Links(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     for first in links.launches:
@@ -51,7 +51,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _last(links: Links, first: Place) -> Place | None:
-    """The launch behind `first` that alone uses its only result."""
+    """The launch after `first` that is the only user of its only result."""
     launch = links.launches[first]
     (dst, *others), root = launch.dsts, links.root(launch.dsts[0])
     users = links.others(first, dst)
@@ -63,7 +63,8 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """The launch and the kernel that reduce all dims at once, and the number of elements. None if no kernel does, or if it is known."""
+    """The launch and the kernel that reduce all dims at once, and the number of elements. None if no kernel does, or if the number is
+    known."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     types: dict[str, TensorType] = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
@@ -86,6 +87,6 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
 def _combine(rows: Op, total: Op) -> bool:
     """True if the reduction of a reduction is one over the dims of both."""
     combine = OPS[total.kind].combine
-    if combine and combine.is_mean and total[COUNT] != Size(0):  # the mean of sums, by a divisor of its own
+    if combine and combine.is_mean and total[COUNT] != Size(0):  # the mean of sums, with an explicit divisor
         combine = replace(combine, is_mean=False)
     return OPS[rows.kind].combine == combine and rows[KEEPDIMS] == total[KEEPDIMS] and not OPS[rows.kind].locates

@@ -1,4 +1,4 @@
-"""Lets the kernel that uses a small all_reduce do it, or a kernel of its own.
+"""Computes a small all_reduce in the kernel that uses it, or in a separate kernel.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -90,7 +90,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def is_over(self, launch: ir.Launch) -> bool:
-        """True if a result shares memory with the term, of which other threads may still send a part."""
+        """True if a result shares memory with the term. Other threads may still be sending a part of it."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.AllReduce, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
@@ -104,7 +104,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Gives the all_reduce an input of its own, if other ops read the same buffer."""
+    """Gives the all_reduce a separate input buffer if other ops read the same buffer."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

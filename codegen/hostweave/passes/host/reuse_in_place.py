@@ -9,8 +9,8 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 A copy between shared memory is removed. An instruction may write in place if each element depends only on its own index. Kernels state this
-for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed there if all reads of
-the input come before. Otherwise it is copied there at the end.
+for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed in place if all reads
+of the input come before. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -131,13 +131,13 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers all of its memory, and the result has as many elements of its dtype."""
+        """True if the operand covers its whole memory, and the result has the same dtype and number of elements."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all names of a buffer are in the same `on` body. It becomes a view, which ends with the body."""
+        """True if all names of a buffer are in the same `on` body. The copy becomes a view, which ends with the body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
@@ -152,7 +152,7 @@ class _Sharing:
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if an earlier instruction is over, by the order of one stream, or by a join and a fork between them."""
+        """True if an earlier instruction has ended: both are on one stream, or a join and a fork are between them."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -178,7 +178,7 @@ class _Sharing:
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before it."""
+        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before the instruction."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]

@@ -64,7 +64,7 @@ class _Turns:
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns outside of stream blocks: each block takes one, and so does each communication on the caller's stream."""
+        """Adds turns outside of stream blocks: each block takes one turn, and so does each communication on the caller's stream."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
@@ -86,7 +86,7 @@ class _Turns:
         return (instruction,)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
-        """Adds one turn for all communications of a body, from the first to the last."""
+        """Adds one turn that covers all communications of a body."""
         places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body

@@ -24,7 +24,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _shared(body: tree.Body) -> tree.Body:
     """Replaces equal views of several instructions, or of each loop iteration, by one view before them.
 
-    At least one of them must be executed unconditionally: a condition may be what keeps an index in range.
+    At least one use must be unconditional: a condition may keep an index in range.
     """
     made: dict[tree.Instruction, dict[str, int]] = {}  # for each viewed region, the names of its views and their positions in the body
     for at, i in enumerate(body):

@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-Waits for events stand before their first use from the start: those of a ring, and those that order channels.
+Waits for events are emitted before their first use: joins of a ring, and joins that order channels.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     result: list[tree.Instruction] = []
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
-    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins on their way down, with the work that they wait for
+    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins that are being moved down, with the work that they wait for
     place = 0  # their current position
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):

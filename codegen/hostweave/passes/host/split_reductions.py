@@ -102,7 +102,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
 
 
 def _is_counted(op: Op) -> bool:
-    """True if a mean has a divisor of its own. Only the second half divides by it."""
+    """True if a mean has an explicit divisor. Only the second half divides by it."""
     return COUNT.name in dict(op.attributes)
 
 

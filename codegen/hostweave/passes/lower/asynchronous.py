@@ -1,4 +1,4 @@
-"""Asynchronous communication (`async`): on a stream of its own, with an event for each value that something waits for."""
+"""Asynchronous communication (`async`): on a separate stream, with an event for each value that another stream waits for."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +15,7 @@ COPIES = "copies"  # stream of its local copies, if the next communication need 
 
 
 class Asynchronous:
-    """Emits communications on their stream, and makes the caller's stream wait where it needs a result."""
+    """Emits communications on a separate stream, and makes the caller's stream wait before it uses a result."""
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
@@ -92,7 +92,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Waits for everything that runs asynchronously, including deallocations behind an event and copies on a stream of their own."""
+        """Waits for all asynchronous work, including deallocations after an event, and copies on a separate stream."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

@@ -31,7 +31,7 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """The half of a rank's rows that sees a block, the half of its columns, and the diagonal of the mask. None means all."""
+    """The half of a rank's rows that sees a block, the half of its columns, and the diagonal of the mask. None means all columns."""
 
     rows: int | None = None
     columns: int | None = None
@@ -54,7 +54,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits the attention to the current block. Rows that see none of it get zeros and log-sum-exps of -inf, which the join ignores."""
+        """Emits the attention to the current block. Rows that see no key of the block get zeros and log-sum-exps of -inf, which the join
+        ignores."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -153,7 +154,7 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Number of the last column that a row sees, minus the row's number. None without a causal mask.
 
-        It depends on where the rank's rows and columns start. At the bottom right it grows by the columns and shrinks by the rows; with
+        It depends on the offsets of the rank's rows and columns. At the bottom right it grows by the columns and shrinks by the rows; with
         lengths, the instruction itself adds the number of columns.
         """
         if not op[CAUSAL]:

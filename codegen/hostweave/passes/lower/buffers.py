@@ -24,7 +24,7 @@ CUTS = ("slice", "select")
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
-        self.by_value: dict[str, str] = {}  # value -> the buffer or view that holds all of it
+        self.by_value: dict[str, str] = {}  # value -> the buffer or view that holds the whole value
         self.by_step: dict[str, str] = {}  # value that is local to a loop -> buffer with one chunk per step
         self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the current iteration
 
@@ -40,7 +40,7 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that holds all of a value. Allocates it on first use."""
+        """The buffer or view that holds a whole value. Allocates it on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -55,7 +55,7 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """A contiguous buffer of all of a value, as functions and user kernels need it."""
+        """A contiguous buffer of a whole value, as functions and user kernels need it."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # can be named outside of the mesh's body
@@ -83,7 +83,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: its chunk if the operand has the streamed dim, or else all of it, with dims aligned to the result's."""
+        """Buffer that an op reads: its chunk if the operand has the streamed dim, otherwise the whole operand. Its dims are aligned to the
+        dims of the result."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -153,7 +154,7 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: LoopSteps | None) -> None:
-        """Defines the view of an op: of all of its operand, or of the chunk of a step."""
+        """Defines the view of an op: of its whole operand, or of the chunk of a step."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -218,7 +219,7 @@ class Buffers:
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:
-        """Copy of a value that has no such view."""
+        """Copy of a value that cannot be viewed so."""
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
@@ -246,7 +247,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Borders that a pad adds. Each element is in one of them: borders of a dim lie inside the earlier dims."""
+    """Borders that a pad adds. Each element is in one border: borders of a dim lie inside the earlier dims."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

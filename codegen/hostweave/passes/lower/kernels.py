@@ -27,7 +27,7 @@ class Kernels:
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
         """Name of the kernel that computes `op` on these buffers."""
-        names: dict[str, str] = {}  # by buffer: two operands may be one, if one is a view of the other
+        names: dict[str, str] = {}  # by buffer: two operands may be one buffer, if one is a view of the other
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}

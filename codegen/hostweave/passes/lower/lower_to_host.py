@@ -73,12 +73,12 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters that lie in windows. A function's parameter does if it does in all calls."""
+    """For each body, its parameters that are in windows. A function's parameter does if it does in all calls."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in buffers of its own
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in separate buffers
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -133,12 +133,12 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last: other results may be views of what is returned there.
+        # Donated memory is written last: other results may be views of the returned value.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
-                if source != parameter.name and parameter.group:  # its tensors lie anywhere
+                if source != parameter.name and parameter.group:  # the tensors of a group have unrelated addresses
                     self.copy_group(source, parameter)
                 elif source != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(source, parameter.name))
@@ -318,7 +318,7 @@ class _Lowering:
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
-        """Merges the contracted dims of an operand: the last ones of the first operand, those before the last of the second."""
+        """Merges the contracted dims of an operand: the last dims of the first operand, and the dims before the last of the second."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
@@ -386,7 +386,7 @@ class _Lowering:
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """Buffers that a function or user kernel writes. Unused outputs get memory of their own."""
+        """Buffers that a function or user kernel writes. Unused outputs get separate memory."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.buffer_of(name)]
@@ -400,7 +400,7 @@ class _Lowering:
     # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
-        """Moves blocks between ranks or, if a rank holds all of them, within its memory."""
+        """Moves blocks between ranks, or within the memory of a rank that holds all blocks."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)

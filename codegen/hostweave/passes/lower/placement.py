@@ -1,4 +1,4 @@
-"""Finds results that need no memory of their own, because they are computed into the memory of another value.
+"""Finds results that need no separate memory, because they are computed into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
@@ -54,7 +54,8 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if a value is local to this loop. A value of which a slice or transpose is taken is not, since that is a view of all of it."""
+    """True if a value is local to this loop. A value with a slice or transpose is not placed so, because the slice is a view of the whole
+    value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -67,7 +68,7 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _parts(flow: Dataflow) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that their own op can write directly into the result, if other consumers can read them there.
+    """Operands of concat and pad that are computed directly into the result, if other consumers can read them there.
 
     Also looks through a view that adds dims of one element.
     """
@@ -82,7 +83,8 @@ def _parts(flow: Dataflow) -> dict[str, PlacedOperand]:
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """True if a value can lie in the memory of `op`'s result. Its other consumers must be attention ops, which read strided operands."""
+    """True if a value can be stored in the memory of `op`'s result. Its other consumers must be attention ops, which read strided
+    operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
     are_read = all(user.kind in COUNTS and name in user.tensors[:HEADS] for user in others)
@@ -109,7 +111,8 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Values that are only used through one view and lie in memory as that view: a returned view, or one that another reshape merges.
+    """Values that are only used through one view, and are stored in the layout of that view: a returned view, or one that another reshape
+    merges.
 
     The op of the value then writes through the inverse view, without a copy.
     """

@@ -32,12 +32,13 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True)
 class _Carried:
-    """Memory of a value that is carried from call to call: a buffer that is updated, two that take turns, or one that `keeps` all."""
+    """Memory of a value that is carried from call to call: a buffer that is updated in place, two that alternate, or one that `keeps` the
+    values of all calls."""
 
     name: str
-    source: str  # what the first call takes
+    source: str  # operand of the first call
     buffers: tuple[str, ...]
-    keeps: str = ""  # taken: all that the calls take, and the last that they give; given: all that they give
+    keeps: str = ""  # taken: names of the stack of all operands, and of the last result; given: name of the stack of all results
     is_copied: bool = True  # the first call takes a copy
 
 
@@ -45,7 +46,7 @@ class RepeatLowering:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
         self.inputs = {value.name for value in flow.fusion.inputs}
-        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # of results in memory of inputs
+        self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # input -> result in its memory
 
     def lower(self, op: Op, function: Fusion) -> None:
         b, depth, name, results = self.b, op[DEPTH], op.result.name, len(function.outputs)
@@ -62,7 +63,7 @@ class RepeatLowering:
         for number in whole:
             memory = self.memories.get(used[number], "")
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
-            if any(not self.is_updated(function, at, number) for at in taken):  # the calls read what they would write over
+            if any(not self.is_updated(function, at, number) for at in taken):  # the calls still read the memory that they would overwrite
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         index = Var(b.loop_index())
         at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
@@ -90,7 +91,7 @@ class RepeatLowering:
     # --- results that calls give in turn ---
 
     def whole(self, op: Op, name: str) -> str:
-        """The buffer of what all calls give. It is that of a donated input, if nothing reads it later."""
+        """The buffer for one result of all calls. It is the buffer of a donated input, if nothing reads the input later."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the parameter
@@ -129,12 +130,12 @@ class RepeatLowering:
         return carried
 
     def is_temporary(self, name: str) -> bool:
-        """True if nothing else needs the memory of a value, so that it may be that of what is carried."""
+        """True if nothing else needs the memory of a value, so that the carried value may use it."""
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """The buffer that a call takes as a parameter, and the one that it gives to the next call."""
+        """The buffer that a call reads, and the buffer that it passes to the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
@@ -153,7 +154,7 @@ class RepeatLowering:
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str) -> None:
-        """Says where the last of what is carried is, and what all calls took, where one buffer keeps all."""
+        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps the stack of all."""
         if not carried.keeps:
             return
         (whole,) = carried.buffers

@@ -23,7 +23,7 @@ class Reshards:
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of a loop. Returns that of the communication which determines the block of a step, or None."""
+        """Creates the lowerings of a loop. Returns the communication that determines the block of a step, or None."""
         made = {op.result.name for op in loop.ops}
         for op in loop.ops:
             if op.result.stream and op.result.stream.algorithm:

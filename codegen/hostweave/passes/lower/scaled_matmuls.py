@@ -66,14 +66,14 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # the verifier refuses a sum that does not lie so
+            if accumulates or lies_along(self.b.types[target], 1):  # the verifier refuses a sum in another layout
                 self.matmul(of_a, of_b, target, accumulates)
                 return
             with packed_destination(self.b, target, steps) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a kernel of the runtime takes any few rows of these
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel takes any small number of rows
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
@@ -93,7 +93,7 @@ class ScaledMatmuls:
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
         """Returns the emitter of a matmul on rows that zeros pad to a multiple of PADDED, which scales of blocks along rows need.
 
-        Few rows of f8e4m3 need none. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
+        Few rows of f8e4m3 need no padding. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
         """
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)

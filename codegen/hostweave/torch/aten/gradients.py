@@ -1,4 +1,4 @@
-"""Ops of derivatives, and those that training graphs have in place of ATen's."""
+"""Ops of derivatives, and ops of training graphs that replace ops of ATen."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
-    """One value where a mask is true."""
+    """Replaces elements by one value where a mask is true."""
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
@@ -143,7 +143,7 @@ TABLE |= {
 
 
 def _scattered(function: Callable[..., hw.Tensor], x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """Scatters into x. In other dims than `dim` the index may be smaller than x; the rest of x stays."""
+    """Scatters into x. In dims except `dim` the index may be smaller than x; the rest of x does not change."""
     made = function(beside(x, index, dim), dim, index, first(source, index.shape))
     for other, size in enumerate(x.shape):
         if str(made.shape[other]) != str(size):

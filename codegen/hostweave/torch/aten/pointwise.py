@@ -106,7 +106,7 @@ TABLE |= {
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """Uses other functions if torch has them, since they differ for -inf: its square root is NaN."""
+    """Uses sqrt and similar functions where torch does, because they differ for -inf: its square root is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
@@ -156,7 +156,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 @aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     a, b = cast(a, result.dtype), cast(b, result.dtype)
-    if not isinstance(condition, hw.Tensor):  # a constant of one element
+    if not isinstance(condition, hw.Tensor):  # the condition is a constant of one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)

@@ -1,4 +1,4 @@
-"""Products of matrices, attention."""
+"""Matrix products and attention."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def _scaled_mm(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> hw.Tensor:
-    """Sums are always in f32, which `use_fast_accum` allows to be less exact."""
+    """Ignores `use_fast_accum`: sums are always in f32."""
     if scale_result is not None or DTYPES[result.dtype].itemsize == 1:
         raise refuse("_scaled_mm with a result of 8 bits is not supported; use out_dtype=torch.bfloat16, then quantise it")
     made = hw.scaled_matmul(a, b, scale_a, scale_b, out_dtype=DTYPES[result.dtype])
@@ -84,7 +84,7 @@ def _grouped(a: hw.Tensor, b: hw.Tensor, offs: hw.Tensor) -> hw.Tensor:
 
 
 def _of_rows(x: hw.Tensor) -> hw.Tensor:
-    """With all dims but the last as one."""
+    """Merges all dims except the last."""
     return x if x.ndim == 2 else hw.reshape(x, str(product(x.type.shape[:-1])), str(x.type.shape[-1]))
 
 
@@ -112,7 +112,7 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Weights are 8-bit floats with scales. No magnitude counts in a row's scale that is above `bound`."""
+    """Weights are 8-bit floats with scales. Magnitudes above `bound` count as `bound` in the scale of a row."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
@@ -126,7 +126,7 @@ def _quantized_linear(
 
 
 def _of_gradients(scaling: str) -> DType:
-    """Gradients of a whole tensor have a large range, those of a row or block do not: a bit more of them matters more."""
+    """The dtype of quantised gradients. A whole tensor has a large range of gradients; for a row or block, precision matters more."""
     return hw.f8e5m2 if scaling == "tensor" else hw.f8e4m3
 
 
@@ -137,7 +137,7 @@ def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: s
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
-    """The gradient of a weight, which sums over rows: blocks are of 128 rows."""
+    """The gradient of a weight, a sum over rows. Blocks are 128 rows."""
     return _scaled(_of_rows(dy).T, _of_rows(x).T, scaling, _of_gradients(scaling), "block", x.dtype)
 
 

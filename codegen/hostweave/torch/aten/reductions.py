@@ -1,4 +1,4 @@
-"""Reductions, and what is normalized by them."""
+"""Reductions and normalizations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def _std(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | Non
 
 
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
-    """The place of the largest element of an order turned around; of ints by their complement, which does not overflow."""
+    """The position of the largest negated element. Ints are complemented instead, because negation may overflow."""
     return hw.argmax(-x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 

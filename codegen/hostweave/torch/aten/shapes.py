@@ -1,4 +1,4 @@
-"""Tensors that are made of nothing, ops that move elements, take or order them by index, and losses."""
+"""Constructors, ops that move, index or sort elements, and losses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -59,13 +59,13 @@ TABLE |= {
 
 
 def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
-    """x where that is true, else zeros."""
+    """x where `seen` is true, else zeros."""
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
 @aten("constant_pad_nd.default")
 def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
-    """With widths below 0 elements are taken away."""
+    """Pads x. Negative widths remove elements."""
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if before < 0 or after < 0:
             of = slice(max(0, -before), None if after >= 0 else after)
@@ -110,7 +110,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
         end = None if end is None or end >= 2**62 else end
         return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
     first = start or 0
-    if not isinstance(first, int):  # it is counted from the end, where that is how it is known
+    if not isinstance(first, int):  # it is counted from the end, if its distance to the end is known
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
             raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
@@ -179,13 +179,13 @@ def _index(result: Result, x: hw.Tensor, indices: TensorIndices) -> hw.Tensor:
 
 @aten("hostweave.update.default")
 def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, dim: int) -> hw.Tensor:
-    """x, with the elements of an update from one place of a dim on."""
+    """x with the elements of an update, from one position of a dim on."""
     starts: list[Any] = [begin if i == dim else 0 for i in range(x.ndim)]
     return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
 
 
 def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
-    """x with the dims that are indexed as one, the number of each element that is meant along it, and the dim; also the order of dims.
+    """Merges the indexed dims of x. Returns x, the positions of the indexed elements along the merged dim, the dim, and the order of dims.
 
     The indexed dims come first, unless they follow one another, as in torch.
     """
@@ -210,18 +210,18 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
-    """The elements of x beside which there is an index: in other dims than `dim` torch takes the first ones."""
+    """The elements of x that have an index. In dims except `dim` torch takes the first ones."""
     return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
 
 
 def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
-    """The first elements, as many along each dim."""
+    """The first elements of x: `shape` of them along each dim."""
     parts = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
     return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
-    """Indices as torch's brackets take them, which count from the end below 0."""
+    """Indices of torch's brackets. Negative ones count from the end."""
     return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 

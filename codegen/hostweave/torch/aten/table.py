@@ -1,6 +1,6 @@
 """ATen ops as functions of a fusion: one entry an op.
 
-An entry takes the op's result, `Result`, and then the op's own arguments: tensors of the fusion, Python numbers, lists, None.
+An entry takes a `Result`, then the op's arguments: tensors of the fusion, Python numbers, lists, None.
 Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
 """
 
@@ -32,7 +32,7 @@ class Result:
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[GivenSizes, ...]
-    trace: hw.Tensor  # any tensor of the function, beside which a tensor without operands is made
+    trace: hw.Tensor  # any tensor of the function, in which a tensor without operands is created
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,7 +55,7 @@ def aten(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# Arguments of ops of which the result says all.
+# Arguments that the result determines.
 _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
@@ -73,7 +73,7 @@ def computed(
     return pytree.tree_map_only(hw.Tensor, hw.reshape, TABLE[op](wide, *args, **kwargs))
 
 
-# Ops along a dim that torch also has of tensors without dims, whose dim 0 or -1 has one element.
+# Ops along a dim that torch also applies to tensors without dims, as if they had one dim of one element.
 _WORDS = """
 sum mean prod amax amin max min argmax argmin any all var var_mean std std_mean linalg_vector_norm softmax _softmax _safe_softmax
 log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod cummax cummin logcumsumexp sort argsort topk
@@ -101,7 +101,7 @@ def cast(x: T, dtype: torch.dtype) -> T:
 
 
 def wide(x: T, result: Result) -> T:
-    """In the dtype in which torch computes norms and derivatives of 16-bit floats."""
+    """Casts x to the dtype in which torch computes norms and derivatives of 16-bit floats."""
     return cast(x, torch.promote_types(result.dtype, torch.float32))
 
 
@@ -124,7 +124,7 @@ def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
 
 
 def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
-    """A tensor of one value."""
+    """A tensor whose elements are all one value."""
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
