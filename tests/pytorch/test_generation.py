@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="the models of this te
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError  # noqa: E402
+from hostweave.torch.generation import Replayed  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
 OF_ALL = {
@@ -77,12 +78,15 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
         assert ("4@tp" in decode.fusion_ir) == (ranks > 1)
 
 
-def test_ranks_of_a_group_and_what_is_drawn() -> None:
-    """Each rank has its heads of the cache. What is drawn is what torch draws of the same logits."""
+def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its heads of the cache, and replays a graph for each token. What is drawn is what torch draws of the same logits."""
+    replays, replay = list[Any](), Replayed.__call__
+    monkeypatch.setattr(Replayed, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama")
     ids = torch.randint(3, VOCABULARY, (2, 9))
     wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
+    given = {"input_ids": ids, "use_cache": False}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), given, options=hw.Options(graph="auto"))
     threads = hw.Threads(2)
 
     def rank_main(rank: int) -> Any:
@@ -91,6 +95,7 @@ def test_ranks_of_a_group_and_what_is_drawn() -> None:
 
     for got in threads.run(rank_main):  # first, so that programs are compiled for a rank's blocks of a cache
         assert torch.equal(got.sequences, wanted)
+    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 3)  # after the prompt, a call, and the call that is captured
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
     drawn = model.generate(ids, **settings)

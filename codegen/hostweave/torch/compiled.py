@@ -240,6 +240,12 @@ class CompiledModule(Delegating):
         """The compiled program, with its source and `check`."""
         return self._part.program
 
+    @property
+    def may_be_replayed(self) -> bool:
+        """True if calls with the same arrays become graphs, in which ranks need not meet: `Options(graph="auto")`."""
+        apart = any(channel.transport.graphs_apart for channel in self.program.host.channels)
+        return self.program.compiled.options.graph == "auto" and not apart and not self._graph.checks
+
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
