@@ -37,6 +37,15 @@ def main() -> None:
     host = lower(llama, hw.Options())
     counts = f"{len(host.functions)} function for {count_calls(host)} calls"
     print(f"32 layers of Llama 3 8B   checked in {once(lambda: check(host)):.2f} s, {counts}")
+    for decode in (False, True):
+        order, both = check_seconds(small_llama(layers=32, decode=decode))
+        print(
+            f"32 layers of small Llama  order {order:.2f} s, order and results {both:.2f} s (limit 4), {'decode' if decode else 'prefill'}"
+        )
+    for file in ("seeds.py", "transformer.py"):
+        times = [check_seconds(fusion, 3) for fusion in programs_in(load_file(EXAMPLES / file)).values()]
+        order, both = map(sum, zip(*times, strict=True))
+        print(f"examples/{file:16} order {order:.2f} s, results {both - order:.2f} s, {(both - order) / order:.1f} times (limit 1)")
     for target in ("cpu", "cuda"):
         try:
             find_target(target).toolchain()
@@ -50,6 +59,27 @@ def main() -> None:
             print(f"cold compile, {target:4} {name:18} {cold:.2f} s, {kernels} (limit {limit}); cached {cached * 1e3:.1f} ms (limit 30)")
         cold, changed = cold_seconds(llama, target)
         print(f"cold compile, {target:4} 32 layers of Llama {cold:.2f} s, with kernels (limit 10); with another constant {changed:.2f} s")
+
+
+def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float]:
+    """Seconds of the proof of order, and of that with the comparison of results."""
+    host = lower(fusion, hw.Options())
+    return seconds(lambda: check(host), repetitions), seconds(lambda: check(host, fusion=fusion), repetitions)
+
+
+def small_llama(layers: int, decode: bool) -> hw.Fusion:
+    """Llama on 8 ranks with few features, so that results are compared unasked, with two inputs at the smallest sizes."""
+    example = load_file(EXAMPLES / "llama.py")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 4,
+        "vocab_size": 32,
+    }
+    fusion: hw.Fusion = example.program(example.Config(**sizes, num_hidden_layers=layers), 8, decode)
+    return fusion
 
 
 def count_calls(host: hw.HostProgram) -> int:
