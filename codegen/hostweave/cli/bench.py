@@ -12,14 +12,18 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.build.cuda import gpus
 
 NEEDED_GPUS = {
-    **dict.fromkeys(("attention", "decode", "few_rows", "fp8", "kernels", "layer", "model", "tune"), 1),
-    **dict.fromkeys(("comm", "fsdp", "overlap", "predictions", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
+    **dict.fromkeys(("attention", "decode", "few_rows", "fp8", "kernels", "layer", "model", "moe", "tune", "vit"), 1),
+    **dict.fromkeys(("comm", "figures", "fsdp", "graph_progress", "overlap", "predictions"), 2),
+    **dict.fromkeys(("sequence_parallel", "small_all_reduce", "torch_door"), 2),
 }
 
 NEEDED_PACKAGES = {
     **dict.fromkeys((name for name in NEEDED_GPUS if name != "comm"), ("torch",)),
-    "torch_training": ("torch", "transformers"),
+    **dict.fromkeys(("generate", "torch_training", "vit"), ("torch", "transformers")),
 }
+
+
+OF_OTHERS = "figures"  # which runs the others
 
 
 def known() -> list[str]:
@@ -41,7 +45,7 @@ def bench(names: Sequence[str]) -> int:
     Raises HostweaveError for an unknown name, or if a benchmark needs more GPUs or a package that is missing.
     """
     status = 0
-    chosen, begin = names or known(), perf_counter()
+    chosen, begin = names or [name for name in known() if name != OF_OTHERS], perf_counter()
     for number, name in enumerate(chosen, 1):
         if name not in known():
             raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, known())}")

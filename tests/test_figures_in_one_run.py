@@ -1,0 +1,53 @@
+"""benchmarks/figures.py runs what docs/figures.md names, and reads figures from lines that benchmarks print."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from hostweave.base.paths import BENCHMARKS
+from hostweave.cli.programs import load_file
+
+DOCS = BENCHMARKS.parent / "docs"
+LINES = {
+    "layer": "8192 tokens, 2 GPUs, goal 1.25: ours 2.907 ms (2.899 to 2.940); torch 3.700 ms (3.692 to 3.860);"
+    " 1.273 times as fast as the best peer, torch async TP",
+    "sharded weights": "  by rows, as chosen: 3.690 ms, 0.80 of the communication is hidden",
+    "model": "decode, batch 1, 8 layers, 2 GPUs: ours 16.280 ms (983 tokens/s), transformers 26.100 ms (613 tokens/s)",
+    "host": "host time, hostweave, captured: 10.0 us, 9.7 to 14.9; the first behind a wait 61.0",
+}
+
+
+@pytest.fixture(scope="module")
+def figures() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return load_file(BENCHMARKS / "figures.py")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_all_commands_of_the_page(figures: Any) -> None:
+    page = (DOCS / "figures.md").read_text()
+    named = {name for command in re.findall("`hostweave bench ([a-z_ ]+)`", page) for name in command.split()}
+    named |= set(re.findall(r"benchmarks/([a-z_]+)\.py", page))
+    run = {word.removesuffix(".py") for words in figures.PARTS.values() for word in words}
+    assert named - {"figures", "comm"} <= run  # comm measures machines of more GPUs
+    assert all((BENCHMARKS / f"{name}.py").exists() for name in named)
+
+
+def test_rows_of_goals(figures: Any) -> None:
+    rows = {goal.figure: goal.row(LINES[goal.part]) for goal in figures.GOALS if goal.part in LINES}
+    assert rows["layer of 70B, 8192 tokens, over the best of PyTorch"].endswith("| 1.273 | at least 1.27 | met |")
+        "1.273",
+        "at least 1.27",
+        "met",
+    ]
+    assert rows["gathers of sharded weights, share hidden, by rows"].endswith("| 0.80 | at least 0.85 | missed |")
+    assert rows["the same, 2 GPUs"].endswith("| 983 | at least 1239 | missed |")
+    assert rows["host time of a captured pass of 4 layers, us"].endswith("| 10.0 | at most 10 | met |")
+    assert rows["its first launch behind a wait, us"].endswith("| 61.0 | at most 90 | met |")
+    assert rows["8 layers of 8B, decode, batch 1, 1 GPU, tokens/s"].endswith("| not measured | at least 766 | |")
