@@ -282,7 +282,7 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """By name of a way a group of NCCL and memory that it has registered as a window, which holds the tensors of any case."""
+    """For each way, by name: a group of NCCL, and memory that it has registered as a window. The memory holds the tensors of any case."""
     import torch
     import torch.distributed as dist
 

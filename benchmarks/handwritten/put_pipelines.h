@@ -101,7 +101,7 @@ struct Gpu {  // one rank
   std::vector<std::string> wanted;  // sections and cases; none: all
   ncclComm_t comm;
   Lane lanes[2];
-  cudaStream_t main, transfers;  // main: that of the first lane
+  cudaStream_t main, transfers;  // main: value of the first lane
   cudaEvent_t begin, end, link;
   bf16 *plain, *window;  // memory, laid out by each case; the window has the same layout on all ranks
   ncclWindow_t handle;
@@ -133,7 +133,7 @@ void open_streams(Gpu& gpu) {
 }
 
 void open_memory(Gpu& gpu) {
-  const size_t bytes = (gpu.ranks + 1) * kLargestShard;  // the largest case: a shard and all of them
+  const size_t bytes = (gpu.ranks + 1) * kLargestShard;  // the largest case: elements of a shard, and of all shards
   CHECK_CUDA(cudaMalloc(&gpu.numbers, kRepetitions * sizeof(double)));
   CHECK_CUDA(cudaMalloc(&gpu.plain, bytes));
   CHECK_NCCL(ncclMemAlloc(reinterpret_cast<void**>(&gpu.window), bytes));

@@ -1,4 +1,4 @@
-# Attention, and the kernels of it for a dtype and a size of heads, such as attention_bf16_64. The first program that needs one makes it.
+# Attention, and its kernels for one dtype and head size, such as attention_bf16_64. The first program that needs a target defines it.
 set(hostweave_attention_folder "${CMAKE_CURRENT_LIST_DIR}/../attention")
 
 function(hostweave_attention program)
@@ -15,7 +15,7 @@ function(hostweave_attention program)
       if(CMAKE_CUDA_COMPILER)
         target_sources(hostweave_attention PRIVATE "${hostweave_attention_folder}/attention_packing.cu")
       else()
-        target_compile_definitions(hostweave_attention PUBLIC HOSTWEAVE_WITHOUT_NVCC)  # attention that cuDNN has not is an error then
+        target_compile_definitions(hostweave_attention PUBLIC HOSTWEAVE_WITHOUT_NVCC)  # attention that cuDNN lacks is then an error
       endif()
     endif()
   endif()

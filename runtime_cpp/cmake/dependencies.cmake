@@ -1,11 +1,11 @@
-# Libraries that the runtime is linked with, found anew on each machine: the target hostweave_runtime::dependencies.
+# Libraries that the runtime links to, searched on each machine: the target hostweave_runtime::dependencies.
 find_package(Threads REQUIRED)
 if(NOT TARGET hostweave_runtime::dependencies)
   add_library(hostweave_runtime::dependencies INTERFACE IMPORTED GLOBAL)
   target_link_libraries(hostweave_runtime::dependencies INTERFACE Threads::Threads)
 endif()
 if(HOSTWEAVE_TARGET STREQUAL "cuda")
-  # The toolkit, or whatever CMAKE_PREFIX_PATH names: the pip wheels have the same folders.
+  # From the toolkit, or from CMAKE_PREFIX_PATH: pip wheels have the same folders.
   set(hostweave_toolkit HINTS ENV CUDA_HOME PATHS /usr/local/cuda)
   find_path(HOSTWEAVE_CUDA_INCLUDE cuda_runtime_api.h ${hostweave_toolkit} REQUIRED)
   find_path(HOSTWEAVE_CCCL_INCLUDE nv/target ${hostweave_toolkit} PATH_SUFFIXES include include/cccl REQUIRED)

@@ -1,4 +1,4 @@
-# For which target exported programs are built, and what each of them calls. A program includes it after `project`.
+# The target of exported programs, and functions for their CMakeLists.txt. A program includes this file after `project`.
 set(HOSTWEAVE_TARGET cpu CACHE STRING "cpu or cuda")
 set_property(CACHE HOSTWEAVE_TARGET PROPERTY STRINGS cpu cuda)
 if(NOT HOSTWEAVE_TARGET MATCHES "^(cpu|cuda)$")
@@ -27,7 +27,7 @@ function(hostweave_runtime_part name)
   hostweave_library(hostweave_${name} hostweave_runtime ${name} runtime)
 endfunction()
 
-# The name of a library for those that link with it, NAMESPACE::NAME, and for find_package.
+# Public name of a library, NAMESPACE::NAME, in the same build and by find_package.
 function(hostweave_library target namespace name folder)
   add_library(${namespace}::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES ${hostweave_properties} EXPORT_NAME ${name})

@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // no memory for all threads: those that started must end before they are destroyed
+  } catch (const std::system_error&) {  // no memory for all threads: started threads must end before their destruction
     stop_workers();
     throw;
   }

@@ -25,7 +25,7 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
-// Signals of graphs have separate counters from those of calls. A third counter holds consumed signals; with it, a signal is
+// Signals of graphs and of calls have separate counters. A third counter holds consumed signals; with it, a signal is
 // given only after the previous one has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
@@ -200,7 +200,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   return windows;
 }
 
-// True if these bytes of a rank lie in a window of its process group.
+// True if these bytes of a rank are in a window of its process group.
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
   return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {

@@ -65,7 +65,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
         fail(deadlock_report());
         return false;
       }
-      // A thread that has not attached may still provide what this one waits for.
+      // A thread that has not attached may still end the wait of this one.
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);

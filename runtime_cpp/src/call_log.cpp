@@ -67,7 +67,7 @@ struct LoggedCall {
   bool is_enqueuing = true;
 };
 
-// Says how far the streams have come in a call.
+// Describes the progress of the streams in a call.
 class CallSolver {
  public:
   CallSolver(const LoggedOps& log, int64_t times, const Milestones& milestones)
@@ -126,7 +126,7 @@ class CallSolver {
 }  // namespace
 
 struct CallLog::Calls {
-  mutable std::mutex mutex;  // of all but what only the thread that makes calls uses
+  mutable std::mutex mutex;  // guards all members except those used only by the thread that makes calls
   Milestones milestones;
   std::deque<LoggedCall> calls;  // that are not known to be done
   int64_t made = 0, done = 0;
@@ -138,7 +138,7 @@ struct CallLog::Calls {
   // Used by the thread that makes calls only.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
-  std::vector<LoggedOp> noted;  // of the line that comes
+  std::vector<LoggedOp> noted;  // for the next line
   cudaStream_t stream = nullptr;
   bool has_stream = false;
   const Channel* channel = nullptr;
@@ -204,7 +204,7 @@ struct CallLog::Calls {
     }
   }
 
-  // The first call that is not done, or a launch by the application: calls take turns, so all calls before one that has begun are
+  // The first call that is not done, or a launch by the application: calls are sequential, so all calls before a started one are
   // done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {

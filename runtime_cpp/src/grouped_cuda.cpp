@@ -183,7 +183,7 @@ auto for_dtype(cudaDataType_t dtype, const Use& use) {
 }  // namespace
 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem) {
-  GroupedProblem unaligned = problem;  // as a call may be
+  GroupedProblem unaligned = problem;  // operands of a call may be unaligned
   unaligned.wide = false;
   for_dtype(types.operands, [&]<class T>(T) { load_as<T>(problem), load_as<T>(unaligned); });
 }

@@ -14,7 +14,7 @@
 
 namespace hw {
 
-#ifdef HOSTWEAVE_WITHOUT_NVCC  // exported programs, for which nothing asks for words: loading it is an error
+#ifdef HOSTWEAVE_WITHOUT_NVCC  // exported programs, which do not request milestones in memory: loading it is an error
 void count_up(uint64_t*, uint64_t*) {}
 #else
 __global__ void count_up(uint64_t* count, uint64_t* shown);
@@ -23,7 +23,7 @@ __global__ void count_up(uint64_t* count, uint64_t* shown);
 namespace {
 
 constexpr int kWords = 1 << 16;      // in graphs of a program on a rank
-constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; those below are events
+constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; numbers below it are events
 
 // Counts of the GPU, and their copies in memory of the host, which it reads while the GPU hangs.
 struct Words {

@@ -1,5 +1,5 @@
-# A toolchain for what is to be run once: sources merged and not optimised.
-# Without -Wsubobject-linkage: in a unity build g++ takes the unnamed namespaces of included .cpp files for those of headers.
+# A toolchain for programs that run once: sources merged and not optimised.
+# Without -Wsubobject-linkage: in a unity build g++ treats unnamed namespaces of included .cpp files like those of headers.
 set(CMAKE_UNITY_BUILD ON)
 set(CMAKE_UNITY_BUILD_BATCH_SIZE 0)
 set(CMAKE_CXX_FLAGS_DEBUG "-O0 -Wno-subobject-linkage" CACHE STRING "")

@@ -23,7 +23,7 @@ class KernelFacts:
     """Facts of one kernel. A value is C++ text: a literal, an element in memory, or a local variable."""
 
     printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes that its text names besides those of the loops
+    own_sizes: tuple[Size, ...] = ()  # sizes in its text that are not bounds of loops
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
@@ -65,7 +65,7 @@ class KernelFacts:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Key of the kernel: equal for two that differ in nothing but names."""
+        """Key of the kernel: equal for two kernels that differ only in names."""
         values = {name: number for number, name in enumerate((*self.types, *self.ir.places))}
         integers, letters = self.loops.integers, self.ir.letters()
 
@@ -126,7 +126,7 @@ class KernelFacts:
         return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
-        """Operands of an op, each as often as the C++ of the op mentions it."""
+        """Operands of an op, repeated as often as the C++ of the op names them."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
                 yield from [operand] * max(1, self.fields(op).count((str(i), "")))

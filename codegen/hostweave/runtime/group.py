@@ -151,7 +151,7 @@ class Group(FallibleGroup):
         self._watches: list[Watch] = []
         self.windows = Windows()
         self.board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
-        # By an object that the variants of a program share.
+        # Keyed by an object that the variants of a program share.
         self.last_sizes: weakref.WeakKeyDictionary[object, BegunCalls] = weakref.WeakKeyDictionary()
         self.calling = threading.RLock()  # held by the thread that makes a call as this rank
         self._store: Store | None = None

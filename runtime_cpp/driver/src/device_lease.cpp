@@ -99,7 +99,7 @@ void DeviceLease::free(std::function<void()> release) {
   devices.releases.push(std::move(release));
   try {
     if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
-  } catch (const std::system_error&) {  // no memory for a thread: the next to free something starts it
+  } catch (const std::system_error&) {  // no memory for a thread: the next thread that frees resources starts it
     devices.has_reaper = false;
   }
   devices.free.notify_all();

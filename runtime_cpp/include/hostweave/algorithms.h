@@ -8,7 +8,8 @@
 
 namespace hw {
 
-// Algorithm by problem. All ranks of the process use what one of them has measured, so equal operands give equal results.
+// Algorithm by problem. All ranks of the process use the algorithm that one of them has measured, so equal operands give equal
+// results.
 class Algorithms {
  public:
   // Returns the algorithm of a problem, calling `measure` if it is unknown. Concurrent callers wait. The pointer stays valid.

@@ -1,9 +1,7 @@
-// The log of a rank's calls: the lines of program.cpp that it has enqueued, and how far its streams have come in them. The report
-// of a hang is made from it.
-//
-// HW_CHECK logs a line. Streams, events and channels note before that what the call of the line uses. Behind each op that may
-// wait for something outside of the call stands a milestone (milestones.h). What is done follows from the milestones, and from
-// the order that streams and events give.
+// The log of a rank's calls: the lines of program.cpp that it has enqueued, and the progress of its streams. The report of a hang
+// reads it. HW_CHECK logs a line. Before that, the streams, events and channels of the line's call add themselves. Each op that
+// may wait for other calls or ranks is followed by a milestone (milestones.h). Finished lines follow from the milestones, and
+// from the order of streams and events.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,10 +12,10 @@
 namespace hw {
 
 class Channel;
-struct LoggedOps;   // of a call, or of a graph
+struct LoggedOps;   // ops of a call, or of a graph
 struct Standstill;  // standstill.h
 
-// Lets this thread ask for events while another one captures: what it asks is no part of that.
+// Lets this thread query events while another thread captures. The queries do not affect the capture.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -38,9 +36,9 @@ class CallLog {
 
   // --- of whoever makes calls, one after another
 
-  // A call begins: what is enqueued until `end_call` belongs to it.
+  // A call begins. All work that is enqueued until `end_call` belongs to it.
   void begin_call();
-  // All of it is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
+  // All of its work is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
   void end_call(cudaStream_t caller);
   // The call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
@@ -78,8 +76,8 @@ class CallLog {
 
   struct State {
     int64_t made;            // calls, and launches by the application that have begun
-    int64_t done;            // of them
-    double waiting_seconds;  // since the first that is not done was made; 0 where all are
+    int64_t done;            // number of these that are done
+    double waiting_seconds;  // since the start of the first unfinished one; 0 if all are done
   };
   State state();
   // Reads the state of the streams in the first unfinished call.

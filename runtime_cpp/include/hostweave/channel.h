@@ -60,7 +60,7 @@ class Channel {
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
   int64_t rank() const { return rank_; }  // this rank's number in the process group
   int64_t size() const { return size_; }
-  // The numbers in the world of the process group's ranks, or of one of them.
+  // World numbers of the process group's ranks, or of one of them.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
   // The axes along which its ranks differ: "dp, tp".

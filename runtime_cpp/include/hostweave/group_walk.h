@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Rows of a group, within those that the rank has.
+// Rows of a group, limited to the rows of this rank.
 struct GroupRows {
   int64_t begin, end;
 
@@ -112,8 +112,8 @@ struct TileWalk<true> : OuterWalk {
   using OuterWalk::OuterWalk;
 };
 
-// Writes zeros to rows without a group: those before the first one, between two, and after the last one. By `threads` threads of
-// each block, whole warps.
+// Writes zeros to rows without a group: the groups before the first number, between two numbers, and after the last. Runs on
+// `threads` threads of each block, which are whole warps.
 template <class Result>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
   auto* const result = static_cast<Result*>(p.result);

@@ -4,7 +4,7 @@
 
 namespace hw {
 
-// x[rows, depth] with rows of a pitch, in elements. `other` is a matrix [depth, columns] for each group, row-major or
+// x[rows, depth], with the pitch of rows in elements. `other` is a matrix [depth, columns] for each group, row-major or
 // column-major with a pitch; if `outer`, it is [rows, columns], and the result is [groups, depth, columns].
 struct GroupedProblem {
   bool outer, transposed;  // transposed: the matrices are column-major
@@ -23,7 +23,8 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// Arrays of three dims, of 16-bit elements. Boxes of 64 x 64 elements; of column-major matrices, 64 terms of a tile's columns.
+// Arrays of three dims, of 16-bit elements. Boxes of 64 x 64 elements; box of column-major matrices: 64 terms of a tile's
+// columns.
 struct GroupedMaps {
   TensorMap x, other, result;
 };

@@ -21,8 +21,8 @@ class Milestones {
 
   // Prepares a capture. Returns true if it can have milestones, which cost time on CUDA, only if `wanted`. Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Milestones the last op of a stream. Returns kNone if all of a graph's are in use. Throws ExecutionError. Of one thread at a
-  // time.
+  // Milestones the last op of a stream. Returns kNone if all of a graph's are in use. Throws ExecutionError. Used by one thread
+  // at a time.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);

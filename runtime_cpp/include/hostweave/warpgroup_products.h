@@ -65,7 +65,7 @@ struct PhaseBarrier {
   }
 };
 
-// Number of a stage among all that a block uses one after another.
+// Number of a stage in the sequence of stages that a block uses.
 template <int kStages>
 struct StageCount {
   unsigned count = 0;
@@ -93,7 +93,7 @@ __device__ void set_registers() {
 #endif
 }
 
-// Matrix units and copies see what ordinary instructions wrote to shared memory before.
+// Makes earlier writes of ordinary instructions to shared memory visible to matrix units and copies.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, int64_t j, int64_t k, PhaseBarrier filled) {
@@ -250,7 +250,7 @@ class WarpgroupProducts {
     }
   }
 
-  // Rows after the end of the group are those of another one, or have any value: zeros in both operands take their place.
+  // Rows after the end of the group belong to another group, or are undefined: zeros in both operands take their place.
   __device__ void clear_rest(unsigned stage, int64_t rows) const {
     if (rows >= kDepth) return;
     const int chunks = (kDepth - static_cast<int>(rows)) * 8;
@@ -262,8 +262,8 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores `rows` rows of this warpgroup, half of the columns at a time. They are turned in shared memory. Whole boxes are copied
-  // from there by one thread, and the last rows of a group by all.
+  // Stores `rows` rows of this warpgroup, half of the columns at a time. They are transposed in shared memory. Whole boxes are
+  // copied from there by one thread, and the last rows of a group by all.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup();
     const unsigned staged = stages_ + kStages * kBytes + warpgroup() * (64 * kStaged * 2);

@@ -57,7 +57,7 @@ class WindowArena {
   }
 
   ncclWindow_t window(const Channel& channel) const;
-  // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if it lies elsewhere.
+  // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if it is elsewhere.
   size_t offset(const void* place) const;
   // Corresponding address in a peer's memory, usable by copies and kernels of this rank.
   template <class T>

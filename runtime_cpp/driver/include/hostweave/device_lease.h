@@ -16,7 +16,7 @@ struct Schedule {
   int buffered_sends = -1;
   int check_dependencies = -1;
   double timeout_seconds = 120;  // time without progress after which a call fails
-  bool processes = false;        // ranks are processes, one of them this one
+  bool processes = false;        // ranks are processes, and this process is one of them
 
   bool operator==(const Schedule&) const = default;
 };
@@ -38,7 +38,7 @@ class DeviceLease {
   // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
 
-  // Frees device resources of a party under a lease of its own: now, or later on another thread when no lease is held. Does not
+  // Frees device resources of a party under a separate lease: now, or later on another thread when no lease is held. Does not
   // wait, because other ranks may wait for the calling rank. Releases run in FIFO order.
   static void free(std::function<void()> release);
 

@@ -88,7 +88,7 @@ class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
 
-  // Throws ArgumentError unless the number of `inputs` is that of the unbound ones.
+  // Throws ArgumentError if the number of `inputs` differs from the number of unbound inputs.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
 
  private:
@@ -99,7 +99,7 @@ class Table {
 enum class Graphs {
   never,
   noted,     // not yet, but records which arrays repeat
-  repeated,  // if the arrays are those of an earlier call
+  repeated,  // if the arrays are the same as in an earlier call
   all,
 };
 
@@ -120,7 +120,7 @@ class Instance {
   // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if they do not fit the program,
   // and CaptureError if `caller` is being captured, because nothing can be allocated then.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`: those of the table, and `inputs`. On CUDA it
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`: inputs of the table, and `inputs`. On CUDA it
   // only enqueues; on the CPU target it returns when the rank is done. A call that is to be a graph is captured first if needed.
   // Throws CaptureError if that fails, or if the call fails while `caller` is being captured; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
@@ -142,7 +142,7 @@ class Instance {
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  // From any thread: how far the calls have come, and where the streams stand in the first that is not done.
+  // From any thread: progress of the calls, and positions of the streams in the first unfinished call.
   CallLog::State progress();
   Standstill standstill();
   // How many graphs of calls it keeps.
@@ -170,7 +170,7 @@ class Instance {
   bool measures_, marks_graphs_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
-  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls that have them
+  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls with these arguments
   std::optional<Progress> progress_;
   std::list<Seen> seen_;       // most recent first
   std::vector<void*> memory_;  // memory that their graphs use

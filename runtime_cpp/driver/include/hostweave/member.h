@@ -44,7 +44,7 @@ class Member {
   ~Member();
   Member(Member&&) = delete;
 
-  // Device of the rank with index `local` on its host. Throws ExecutionError if the target has none.
+  // Device of the rank with index `local` on its host. Throws ExecutionError if the target has no such transport.
   static int device_for(int64_t index, int64_t local);
 
   Rank& rank() { return rank_; }
@@ -56,7 +56,7 @@ class Member {
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
   // Makes an id for a process group with that transport.
   ncclUniqueId new_id(Transport transport);
-  // Collective: makes those channels, with the ids by key. Throws ExecutionError if other ranks do not come in time.
+  // Collective: creates these channels, with the ids by key. Throws ExecutionError if other ranks do not come in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: makes its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
@@ -91,7 +91,7 @@ class Member {
   // RAII: exclusive use of the member by this thread, with the lease of its group and its device current.
   class Use {
    public:
-    // For work of this rank alone or of one process group.
+    // For work of this rank only, or of one process group.
     explicit Use(Member& member);
     // For work that all ranks of the group do together. Throws ExecutionError if they were stopped.
     Use(Member& member, const Schedule& schedule);
