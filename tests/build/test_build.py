@@ -23,13 +23,15 @@ from cuda_here import needs_cuda
 import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
-from hostweave.build import cache, cuda, make, toolchain
+from hostweave.build import cache, cuda, figures, make, toolchain
+from hostweave.build.figures import file_of, keep
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
 from hostweave.build.processes import run
 from hostweave.build.program import _load_library, build, load
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
 from hostweave.targets.target import find_target
+from hostweave.types.machine import H200
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
@@ -301,6 +303,25 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nccl       nccl.h missing: pip install nvidia-nccl-cu13" in lines
     assert "cublas     libcublasLt.so.13 missing: pip install nvidia-cublas" in lines
     assert any(line.startswith("cuda       target cuda generates, but cannot compile: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("NVIDIA H100 80GB HBM3", "those of NVIDIA H100 80GB HBM3 in the package; hostweave calibrate measures this machine"),
+        ("NVIDIA B200", "the cost model has none of NVIDIA B200, and takes those of NVIDIA H200: run hostweave calibrate"),
+    ],
+)
+def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (cuda.Gpu(name, "sm_90", 132),) * 2
+    monkeypatch.setattr(cuda, "gpus", lambda: gpus)
+    monkeypatch.setattr(cuda, "without_access", lambda: None)
+    assert f"figures    {says}" in lines_of_doctor()
+    keep(H200, gpus)
+    assert f"figures    measured on this machine, {file_of(gpus)}" in lines_of_doctor()
+    file_of(gpus).write_text("{}")
+    figures.read.cache_clear()
+    assert any(line.startswith(f"figures    {file_of(gpus)}: holds no figures of a machine") for line in lines_of_doctor())
 
 
 def test_doctor_finds_the_compiler_and_the_cpu_target(empty_cache: Path) -> None:

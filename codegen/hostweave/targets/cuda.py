@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hostweave.base.errors import BuildError
+from hostweave.base.errors import BuildError, ProgramError
 from hostweave.base.forks import importing
 from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build import cuda, figures
@@ -70,6 +70,8 @@ class _Cuda(Target):
         for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn, found.nvtx):
             yield next((word for word in ("nccl", "cublas", "cudnn", "nvtx") if word in part.name), "toolkit"), _part(part)
         yield "gpus", _gpus(found.major)
+        if cuda.gpus():
+            yield "figures", _figures()
         if len(cuda.gpus()) > 1:
             yield "peers", why_no_peers(len(cuda.gpus())) or "all GPUs reach each other's memory: chunk loops use transport peer"
         yield self.name, _readiness(found)
@@ -143,6 +145,21 @@ def why_no_peers(ranks: int) -> str:
     if ranks > 1 and (pair := cuda.without_access()):
         return f"puts need peer access, and GPU {pair[0]} has none to GPU {pair[1]}"
     return ""
+
+
+def _figures() -> str:
+    """Says whose figures the cost model takes for the GPUs of this machine."""
+    gpus = cuda.gpus()
+    try:
+        measured = figures.measured(gpus)
+    except ProgramError as error:
+        return str(error)
+    if measured:
+        return f"measured on this machine, {figures.file_of(gpus)}"
+    machine = shipped(gpus[0].name)
+    if machine.stands_for:
+        return f"the cost model has none of {machine.stands_for}, and takes those of {machine.name}: run hostweave calibrate"
+    return f"those of {machine.name} in the package; hostweave calibrate measures this machine"
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
