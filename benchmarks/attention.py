@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -73,11 +73,12 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
         for got, want in zip(results, wanted if name == "backward" else (wanted,), strict=True):
             want = want.permute(2, 0, 1, 3).reshape(got.shape)
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
-        ms, torchs = _times((call, theirs), CALLS[rows])
+        timed = _times((call, theirs), CALLS[rows])
+        ms, torchs = map(statistics.median, timed)
         print(
-            f"{rows:6} rows, {heads:2} heads of {groups} groups, {name:8}: {ms:8.3f} ms, "
+            f"{rows:6} rows, {heads:2} heads of {groups} groups, {name:8}: {spread(timed[0])} ms, "
             f"{flops * heads * rows * rows * HEAD / ms / 1e9:4.0f} TFLOP/s, {ms / torchs:5.3f} times torch's cuDNN, "
-            f"{torchs:.3f} ms{'  MISSED' if ms / torchs > TORCH_TIMES else ''}",
+            f"{spread(timed[1])} ms{'  MISSED' if ms / torchs > TORCH_TIMES else ''}",
             flush=True,
         )
 
@@ -94,9 +95,10 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
     for name, (fusion, program) in programs.items():
         program.close()
         if fusion.mesh.size > 1:
+            alone = spread(found[name.split(",")[0]])
             times_as_fast = ms[name.split(",")[0]] / ms[name]
             print(
-                f"{SHARED} rows, 32 heads of 8 groups, {name}: {ms[name.split(',')[0]]:.3f} ms on one GPU, {ms[name]:.3f} ms on two, "
+                f"{SHARED} rows, 32 heads of 8 groups, {name}: {alone} ms on one GPU, {spread(found[name])} ms on two, "
                 f"{times_as_fast:.2f} times as fast{'  MISSED' if 'zigzag' in name and times_as_fast < SPEEDUP else ''}",
                 flush=True,
             )
@@ -209,8 +211,8 @@ def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
         return both(q, *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)))
 
 
-def _times(calls: tuple[Attend, ...], count: int) -> list[float]:
-    """Milliseconds per call on the GPU: median of alternating measurements of `count` calls, enqueued behind a wait."""
+def _times(calls: tuple[Attend, ...], count: int) -> list[list[float]]:
+    """Milliseconds per call on the GPU, by alternating measurements of `count` calls, enqueued behind a wait."""
     import torch
 
     timings: list[list[float]] = [[] for _ in calls]
@@ -224,7 +226,7 @@ def _times(calls: tuple[Attend, ...], count: int) -> list[float]:
             end.record()
             end.synchronize()
             ms.append(begin.elapsed_time(end) / count)
-    return [statistics.median(ms[1:]) for ms in timings]
+    return [ms[1:] for ms in timings]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -93,8 +93,8 @@ def main() -> None:
             rounds = [(_times(program, x), _times(bare, x)) for _ in range(ROUNDS)]
             more = statistics.median(ours[0] - theirs[0] for ours, theirs in rounds)
             share = statistics.median(theirs[1] / ours[1] for ours, theirs in rounds)
-            ms = statistics.median(ours[1] for ours, _ in rounds)
-            print(f"{name:15} {size:>8}: {more:+.2f} us, {share:.3f} of the bandwidth ({ms:.3f} ms)", flush=True)
+            ms = spread([ours[1] for ours, _ in rounds])
+            print(f"{name:15} {size:>8}: {more:+.2f} us, {share:.3f} of the bandwidth ({ms} ms)", flush=True)
 
 
 def _bare(program: Any, calls: str) -> Any:

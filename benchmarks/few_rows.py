@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from peers.report import print_machine
+from peers.report import print_machine, spread
 from peers.torch_graphs import in_a_graph
 
 import hostweave as hw
@@ -55,14 +55,15 @@ def _compare(name: str, rows: int, depth: int, columns: int, is_gated: bool) -> 
     for ours, theirs in zip(calls["ours"](), calls["torch"](), strict=True):
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         assert error <= TOLERANCE, f"{name}, {rows} rows: {error}"
-    us = _timed(calls)
+    timed = _timed(calls)
+    us = {way: statistics.median(each) for way, each in timed.items()}
     read = size * len(weights)
     rate = {way: (read if way != "copy" else 2 * size * (len(weights) // 2)) / time / 1e6 for way, time in us.items()}
     share = rate["ours"] / rate["copy"]
     verdict = "" if size < LARGE or share >= SHARE else f", below {SHARE}"
     print(
-        f"{name}, {rows} rows, {size * each / 1e6:.0f} MB: {us['ours'] / count:.1f} us, {rate['ours']:.2f} TB/s, {share:.2f} of a copy's"
-        f" {rate['copy']:.2f}{verdict}; {us['torch'] / us['ours']:.2f} times as fast as torch in a graph",
+        f"{name}, {rows} rows, {size * each / 1e6:.0f} MB: {spread(timed['ours'], 1, count)} us, {rate['ours']:.2f} TB/s,"
+        f" {share:.2f} of a copy's {rate['copy']:.2f}{verdict}; {us['torch'] / us['ours']:.2f} times as fast as torch in a graph",
         flush=True,
     )
     program.close()
@@ -85,8 +86,8 @@ def _program(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program
     return hw.compile(products, target="cuda")
 
 
-def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds per call: median of alternating measurements."""
+def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Microseconds per call, by alternating measurements."""
     import torch
 
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -100,7 +101,7 @@ def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
             end.synchronize()
             if timing >= WARMUPS:
                 times[name].append(begin.elapsed_time(end) * 1e3)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return times
 
 
 if __name__ == "__main__":

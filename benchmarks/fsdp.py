@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
@@ -57,7 +57,7 @@ def main() -> None:
     for name in list(programs)[2:]:
         if name in medians:
             hidden = 1 - (medians[name] - layers) / gathers
-            print(f"  {name}: {medians[name]:.3f} ms, {hidden:.2f} of the communication is hidden", flush=True)
+            print(f"  {name}: {spread(times[name])} ms, {hidden:.2f} of the communication is hidden", flush=True)
 
 
 def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:

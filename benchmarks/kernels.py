@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from math import prod
 from typing import Any
 
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 
@@ -164,12 +164,13 @@ def main(words: Sequence[str]) -> None:
         for model, (hidden, inner) in WIDTHS.items():
             program = hw.compile(_fusion(case, hidden, inner), target="cuda")
             for rows in ROWS:
-                us = _times(_calls(case, {"M": rows, **_widths(hidden, inner)}, program, group))
+                timed = _times(_calls(case, {"M": rows, **_widths(hidden, inner)}, program, group))
+                us = {name: statistics.median(each) for name, each in timed.items()}
                 share, times = us["copy"] / us["ours"], us["ours"] / us["torch"]
                 missed = (rows >= MANY_ROWS and share < COPY_SHARE) or times > TORCH_TIMES
                 print(
-                    f"{case.name:20} {model:4} {rows:5} rows {us['ours']:9.1f} us, {share:5.2f} of a copy, "
-                    f"{times:5.2f} times torch.compile's {us['torch']:.1f} us{'  MISSED' if missed else ''}",
+                    f"{case.name:20} {model:4} {rows:5} rows {spread(timed['ours'], 1):>24} us, {share:5.2f} of a copy, "
+                    f"{times:5.2f} times torch.compile's {spread(timed['torch'], 1)} us{'  MISSED' if missed else ''}",
                     flush=True,
                 )
             program.close()
@@ -243,8 +244,8 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     }
 
 
-def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds per call on the GPU: median of alternating measurements, each on the next buffers.
+def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
+    """Microseconds per call on the GPU, by alternating measurements, each on the next buffers.
 
     The calls of a measurement are enqueued behind a long wait, so host time does not count.
     """
@@ -262,7 +263,7 @@ def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
             end.record()
             end.synchronize()
             timings[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return {name: statistics.median(us[2:]) for name, us in timings.items()}
+    return {name: us[2:] for name, us in timings.items()}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from peers import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         rows = times_on_ranks(partial(_calls, sides), ranks, REPETITIONS)
         for name, count, times in zip(names, tokens, rows, strict=True):
             medians = {of: statistics.median(ms) for of, ms in times.items()}
-            each = ", ".join(f"{of} {ms:.3f} ms ({count / ms * 1e3:.0f} tokens/s)" for of, ms in medians.items())
+            each = ", ".join(f"{of} {report.spread(ms)} ms, {count / medians[of] * 1e3:.0f} tokens/s" for of, ms in times.items())
             best = min((ms for of, ms in medians.items() if of != OURS), default=0.0)
             ratio = f"; ours is {best / medians[OURS]:.2f} times as fast as the best of transformers" if best and OURS in medians else ""
             print(f"{name}, {LAYERS} layers, {ranks} GPUs: {each}{ratio}", flush=True)

@@ -13,12 +13,12 @@ Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from peers import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -49,14 +49,7 @@ def main(names: Sequence[str]) -> None:
             print("dispatch: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            _print(name, {way: statistics.median(ms) for way, ms in times.items()})
-
-
-def _print(part: str, medians: dict[str, float]) -> None:
-    """The first way is ours, and its name begins with the case."""
-    (ours, ms), *others = medians.items()
-    beside = ", ".join(f"{name} {other:.3f} ms ({other / ms:.2f} times ours)" for name, other in others)
-    print(f"{part}: {ours}: {ms:.3f} ms; {beside}", flush=True)
+            print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first way is ours
 
 
 def _expect_near(got: Any, wanted: Any) -> None:

@@ -25,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from peers.report import print_machine
+from peers.report import print_machine, spread
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -95,23 +95,23 @@ def main() -> None:
         program.close()
     peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
     for case, ways, times, peer in zip(cases, programs, measured, peers, strict=True):
-        medians, ours = {name: statistics.median(ms) for name, ms in peer.items()}, times[_choice_of(ways).taken.name][0]
-        columns = ", ".join(f"{name} {medians[name]:.3f} ({min(ms):.3f} to {max(ms):.3f})" for name, ms in peer.items())
+        medians = {name: statistics.median(ms) for name, ms in peer.items()}
+        ours, columns = statistics.median(times[_choice_of(ways).taken.name][0]), [f"{name} {spread(ms)}" for name, ms in peer.items()]
         plain = min((name for name in medians if name.startswith(IN_TORCH)), key=medians.__getitem__)
-        fused = medians["torch fused"] / ours
-        print(f"{case}: {columns}; ours {fused:.2f} x fused, {medians[plain] / ours:.2f} x the best in sequence, {plain}", flush=True)
+        ratios = f"{medians['torch fused'] / ours:.2f} x fused, {medians[plain] / ours:.2f} x the best in sequence, {plain}"
+        print(f"{case}: {', '.join(columns)}; ours {ratios}", flush=True)
 
 
-def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choice, hand: dict[str, float]) -> None:
+def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice: Choice, hand: dict[str, float]) -> None:
     def best_of(*kinds: str) -> tuple[float, str]:
         return min(((ms, name) for name, ms in hand.items() if name.startswith(kinds)), default=(float("nan"), "not here"))
 
     (best, best_name), (asked, asked_name) = best_of("put", "pull"), best_of("signalled")
-    taken, none = times[choice.taken.name][0], times["none"][0]
-    ratios = f"{taken / none:.3f} x none, {taken / best:.2f} x by hand, {best:.3f} ({best_name}; {asked:.3f}, {asked_name})"
-    print(f"{case}: ours {taken:.3f} by {choice.taken.name}: {ratios}")
+    taken, none = (statistics.median(times[name][0]) for name in (choice.taken.name, "none"))
+    by_hand = f"{taken / best:.2f} x by hand, {best:.3f} ({best_name}), {taken / asked:.2f} x with signals, {asked:.3f} ({asked_name})"
+    print(f"{case}: ours {spread(times[choice.taken.name][0])} by {choice.taken.name}: {taken / none:.3f} x none, {by_hand}")
     predicted = {way.name: way.micros / 1e3 for way in choice.ways}
-    columns = (f"{way} {ms:.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items())
+    columns = (f"{way} {statistics.median(ms):.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items())
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
@@ -156,8 +156,8 @@ def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int =
     return hw.compile(fusion, target="cuda", options=hw.Options(**options))
 
 
-def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
-    """Milliseconds per call, and host microseconds."""
+def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[list[float], float]]:
+    """Milliseconds of each call, and the median of host microseconds."""
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
     hosts = dict[str, list[float]]()
     for _ in range(ROUNDS):
@@ -169,7 +169,7 @@ def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[s
                 continue
             times.setdefault(way, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
             hosts.setdefault(way, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
-    return {way: (statistics.median(times[way]), statistics.median(hosts[way])) for way in times}
+    return {way: (times[way], statistics.median(hosts[way])) for way in times}
 
 
 def _arrays(case: Case, ranks: int) -> dict[str, Any]:

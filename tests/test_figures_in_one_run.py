@@ -16,7 +16,7 @@ LINES = {
     "layer": "8192 tokens, 2 GPUs, goal 1.25: ours 2.907 ms (2.899 to 2.940); torch 3.700 ms (3.692 to 3.860);"
     " 1.273 times as fast as the best peer, torch async TP",
     "sharded weights": "  by rows, as chosen: 3.690 ms, 0.80 of the communication is hidden",
-    "model": "decode, batch 1, 8 layers, 2 GPUs: ours 16.280 ms (983 tokens/s), transformers 26.100 ms (613 tokens/s)",
+    "model": "decode, batch 1, 8 layers, 2 GPUs: ours 16.280 (16.2 to 16.4) ms, 983 tokens/s, transformers 26 (26 to 27) ms, 613 tokens",
     "host": "host time, hostweave, captured: 10.0 us, 9.7 to 14.9; the first behind a wait 61.0",
 }
 

@@ -55,6 +55,12 @@ def _version(package: str) -> str:
         return "of unknown version"
 
 
+def spread(times: Sequence[float], digits: int = 3, per: float = 1) -> str:
+    """The median and the range. `per` divides all times."""
+    low, high = min(times), max(times)
+    return f"{statistics.median(times) / per:.{digits}f} ({low / per:.{digits}f} to {high / per:.{digits}f})"
+
+
 def line(times: Mapping[str, Sequence[float]], ours: Collection[str], per: float = 1, unit: str = "ms", digits: int = 3) -> str:
     """Medians and ranges of the ways, those of `ours` first, and the ratio of the best peer to our best. `per` divides all times."""
     medians = {name: statistics.median(ms) for name, ms in times.items()}
