@@ -328,7 +328,7 @@ def test_a_launch_by_torch_names_its_line(
         arrays = [mine.x, *mine.weights] if make is mlp_on else [mine.x, torch.zeros(32, 32, device=mine.device, dtype=mine.x.dtype)]
         out = [program(*arrays) for _ in range(2)][-1]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(rank), capture_error_mode="thread_local"):
             program(*arrays, out=out)
         (local,) = group.programs.values()
         for before, go in enumerate(late, 2):
