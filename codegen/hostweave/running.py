@@ -193,7 +193,7 @@ class Running:
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         if not isinstance(group, Group):
-            raise ArgumentError(f"{self.name}: group={group!r} is not a group; pass what hw.init or group.split gave")
+            raise ArgumentError(f"{self.name}: group={group!r} is not a group; pass the result of hw.init or group.split")
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self.variants.on(figures)._local(group, bound, arrays, stream)

@@ -226,7 +226,7 @@ RULES = {
         "which comes after rank 1, the caller's stream: send %x to 1 - rank.x on x, "
         "which meets rank 0, the caller's stream: recv %y from 1 - rank.x on x, "
         "which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: "
-        "none of them can go on; post what meets in one group, or in the same order on every rank",
+        "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     "an event between a recv and the send that it meets": (
         f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\nrecord done[0]\n}}\n"
@@ -236,14 +236,14 @@ RULES = {
         "which comes after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
         "which comes after rank 0, ring[1]: wait done[0], which waits for rank 0, ring[0]: record done[0], "
         "which comes after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
-        "none of them can go on; post what meets in one group, or in the same order on every rank",
+        "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     "two streams, where the device runs communications in the order of their posts": (
         f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\n}}\nstream ring[1] {{\nsend %x to {OTHER}\n}}\njoin ring",
         "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
         "which is posted after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
         "which is posted after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
-        "none of them can go on; post what meets in one group, or in the same order on every rank",
+        "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     # --- ranges
     "an index outside of its dim": (

@@ -127,7 +127,7 @@ CHECKED = {
     "one queue": (
         on_two_streams(awaited(0), given(0)),
         "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
-        "issue what rank 1 waits for before it",
+        "issue the operations that rank 1 waits for before it",
     ),
     "two streams": (
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
@@ -150,7 +150,7 @@ CHECKED = {
     ),
     "not waited for": (
         EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),
-        "rank 1 does not wait for it, and would take it for the next one: add the wait",
+        "rank 1 does not wait for it, and would mistake it for the next one: add the wait",
     ),
 }
 

@@ -179,7 +179,7 @@ WRONG = [
     (4, "axes=(a, b)", "axes=(b, a)", "its steps do not lead from f32[4@a, 6@b] to f32[4@b, 6@a]"),
     (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but it converts f32[9, 6] to f32[9@b, 6]; correct the type"),
     (7, "axes=(a, b)", "axes=(a)", "%y is f32[6], but it converts f32[6] partial(sum, a, b) to f32[6] partial(sum, b); correct the type"),
-    (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce what is partial"),
+    (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce partial results"),
     (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
     (9, "root=3", "root=2", "its steps do not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
     (9, "root=3", "root=4", "its steps do not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),

@@ -170,8 +170,8 @@ BODIES = {
         for a, b, c, view, dst, why in [
             ("f64[2, 4]", "f64[4, 4]", "f64[2, 4]", "", "c", "it is of f64"),
             ("f32[2, 2, 4]", "f32[2, 4, 4]", "f32[2, 2, 4]", "", "c", "it is a batch of products"),
-            ("f32[2, 2, 4]", "f32[4, 4]", "f32[2, 4, 4]", "%d = chunk %c[1: 0 of 2]\n", "d", "its rows do not lie one after another"),
-            ("f32[2, 4]", "f32[4, 4]", "f32[4, 2]", "%d = permute %c by [1, 0]\n", "d", "the elements of a row do not lie side by side"),
+            ("f32[2, 2, 4]", "f32[4, 4]", "f32[2, 4, 4]", "%d = chunk %c[1: 0 of 2]\n", "d", "its rows are not consecutive"),
+            ("f32[2, 4]", "f32[4, 4]", "f32[4, 2]", "%d = permute %c by [1, 0]\n", "d", "the elements of a row are not contiguous"),
         ]
     },
     "launch @triple %x -> %y": "text:2: @t: launch @triple %x -> %y: there is no kernel @triple; the kernels are @double",
@@ -223,30 +223,28 @@ BODIES = {
     ),
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (
-        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand under `if rank.x == 0`, "
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed under `if rank.x == 0`, "
         "which differs between ranks: only send and recv can"
     ),
     "%r = rank.x + 1\nif %r == 1 {\nbroadcast %x -> %y from 0 on x\n}": (
-        "text:4: @t: broadcast %x -> %y from 0 on x: a collective cannot stand under `if %r == 1`, "
+        "text:4: @t: broadcast %x -> %y from 0 on x: a collective is not allowed under `if %r == 1`, "
         "which differs between ranks: only send and recv can"
     ),
     "%r = rank.x + 1\nfor %i in 0..2 {\nif %i == %r {\nbarrier %y on x\n}\n}": (
-        "text:5: @t: barrier %y on x: a collective cannot stand under `if %i == %r`, which differs between ranks: only send and recv can"
+        "text:5: @t: barrier %y on x: a collective is not allowed under `if %i == %r`, which differs between ranks: only send and recv can"
     ),
     "if rank.x == 0 {\ncopy %x -> %y\n} else {\ngroup {\nall_to_all %x -> %y on x\n}\n}": (
-        "text:6: @t: all_to_all %x -> %y on x: a collective cannot stand under `if rank.x == 0`, "
+        "text:6: @t: all_to_all %x -> %y on x: a collective is not allowed under `if rank.x == 0`, "
         "which differs between ranks: only send and recv can"
     ),
     "for %i in 0..local(M, x) {\nall_reduce sum %x -> %y on x\n}": (
-        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand in a loop of local(M, x) steps, "
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed in a loop of local(M, x) steps, "
         "which differ between ranks: only send and recv can"
     ),
-    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: only communications can stand in a group: move it out",
+    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications: move it out",
     # streams and events
     "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
-    "stream ring[0] {\nstream ring[1] {\n}\n}": (
-        "text:3: @t: stream ring[1]: a stream block cannot stand in a stream block: end the outer one first"
-    ),
+    "stream ring[0] {\nstream ring[1] {\n}\n}": ("text:3: @t: stream ring[1]: stream blocks cannot be nested: end the outer one first"),
     "fork pool": "text:2: @t: fork pool: pool is not declared: add streams(pool[...]) to the header",
     "stream ring[0] {\njoin ring\n}": (
         "text:3: @t: join ring: fork and join apply to the caller's stream: move it out of the stream block"
@@ -298,7 +296,7 @@ def test_a_condition_on_what_a_rank_holds() -> None:
     """Passes can construct it, but text cannot express it."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
-    with pytest.raises(ProgramError, match=r"a collective cannot stand under `if local\(M, x\) == 0`, which differs between ranks"):
+    with pytest.raises(ProgramError, match=r"a collective is not allowed under `if local\(M, x\) == 0`, which differs between ranks"):
         verify_host(guarded)
 
 
@@ -326,7 +324,7 @@ CALLS = {
         "text:4: @t: call @b %x -> %y: a function runs on the caller's stream: move the call out of the stream block"
     ),
     "if rank.x == 0 {\ncall @b %x -> %y\n}": (
-        "text:4: @t: call @b %x -> %y: a function with collectives cannot stand under `if rank.x == 0`, which differs between ranks"
+        "text:4: @t: call @b %x -> %y: a function with collectives is not allowed under `if rank.x == 0`, which differs between ranks"
     ),
 }
 

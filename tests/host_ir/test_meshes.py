@@ -236,7 +236,7 @@ def test_a_program_of_two_meshes() -> None:
         # the verifier
         (
             ON_FIRST + ON_SECOND + "}\n}\n",
-            "text:3: @t: on mesh(x=2 of ranks 2, 3): an on body cannot stand in an on body: end the outer one first",
+            "text:3: @t: on mesh(x=2 of ranks 2, 3): on bodies cannot be nested: end the outer one first",
         ),
         ("on mesh(x=2 of ranks 3, 4) {\n}\n", "text:2: @t: on mesh(x=2 of ranks 3, 4): mesh(x=4) has no rank 4: name ranks of it"),
         (
@@ -249,7 +249,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             "if rank == 1 {\n" + ON_FIRST + "all_reduce sum %x -> %y on x\n}\n}\n",
-            "text:4: @t: all_reduce sum %x -> %y on x: a collective cannot stand under `if rank == 1`, which differs between ranks: "
+            "text:4: @t: all_reduce sum %x -> %y on x: a collective is not allowed under `if rank == 1`, which differs between ranks: "
             "only send and recv can",
         ),
         (
@@ -282,7 +282,7 @@ def test_a_program_of_two_meshes() -> None:
         # the static check
         (
             "send %x to rank on x\n",
-            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: put it under `on` the mesh that has it",
+            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: put it into an `on` body of its mesh",
         ),
         (
             SEND,
@@ -307,7 +307,7 @@ def test_a_program_of_two_meshes() -> None:
         (
             ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on x\n",
             "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on x: %b is not on this rank: "
-            "put it under `on` the mesh that has it",
+            "put it into an `on` body of its mesh",
         ),
     ],
 )

@@ -173,11 +173,11 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "bias of a row": (lambda q, k, n: hw.attention_backward(q, k, k, q, q, hw.sum(q, -1), bias=q[0, 0, 0]), "output|lse is"),
     "packed keys": (
         lambda q, k, n: hw.attention(q, k, k, offsets=n),
-        r"packed sequences have as many queries as keys, and bf16\[B, 4, S, 16\] and bf16\[B, 4, T, 16\] have not; pad them",
+        r"packed sequences need as many queries as keys, which bf16\[B, 4, S, 16\] and bf16\[B, 4, T, 16\] are not; pad them",
     ),
     "offsets": (
         lambda q, k, n: hw.attention(q, q, q, offsets=n[0]),
-        r"offsets of i32\[3\] are not i32\[B, N \+ 1\], where each of N sequences begins, and where the last one ends",
+        r"offsets of i32\[3\] are not i32\[B, N \+ 1\], the starts of N sequences and the end of the last one",
     ),
     "offsets and lengths": (
         lambda q, k, n: hw.attention(q, q, q, offsets=n, lengths=n[:, 0]),
@@ -199,7 +199,7 @@ def test_mistakes(name: str) -> None:
         ("%q, %q, %q, scale=1.0, bias=true", "takes 3 operands, a bias, and lengths where not all keys are valid, not 3"),
         ("%q, %q, %q, %q, scale=1.0, bias=true", "a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S]"),
         ("%q, %q, %q, %b, %o, scale=1.0, bias=true, packed=true", "sequences that are packed have no lengths, bias or blocks; leave one"),
-        ("%q, %q, %q, %b, scale=1.0, packed=true", "offsets of bf16[2, 4, S, S] are not i32[2, N + 1], where each of N sequences begins"),
+        ("%q, %q, %q, %b, scale=1.0, packed=true", "offsets of bf16[2, 4, S, S] are not i32[2, N + 1], the starts of N sequences"),
     ],
 )
 def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
@@ -215,7 +215,7 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
         ("bias %q", "%q: a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S], whose dims before the last one may be 1 or missing"),
         ("bias %b, %b", "bias is one buffer: name one"),
         ("bias %t", "the elements of a row of %t are not contiguous: copy it to a contiguous buffer first"),
-        ("offsets %b", "%b: offsets of bf16[2, 4, S, S] are not i32[2, N + 1], where each of N sequences begins"),
+        ("offsets %b", "%b: offsets of bf16[2, 4, S, S] are not i32[2, N + 1], the starts of N sequences"),
         ("offsets %o, %o", "offsets are one buffer: name one"),
         ("bias %b offsets %o", "packed sequences support neither lengths nor a bias: remove one of them"),
     ],

@@ -101,9 +101,9 @@ def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: 
 
 def test_what_is_said_of_it() -> None:
     said = hw.compile(layers_of(2, is_turned=True), options=options_of(2, "auto")).explain()
-    assert "beside other ops on a stream of its own by put, peer, and multiplied shard by shard, predicted" in said
+    assert "overlapped with other ops on a separate stream by put, peer, and multiplied shard by shard, predicted" in said
     said = hw.compile(layers_of(2, is_turned=True), options=options_of(2, "two_sided")).explain()
-    assert "beside other ops on a stream of its own by all_gather, two_sided, and multiplied shard by shard, predicted" in said
+    assert "overlapped with other ops on a separate stream by all_gather, two_sided, and multiplied shard by shard, predicted" in said
 
 
 @pytest.mark.parametrize("transport", WAYS)

@@ -100,7 +100,7 @@ def masked(x: Any) -> Any:
 MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "branch on data": (
         branch,
-        r"^test_mistakes.py:\d+: Written: what runs depends on the values of a tensor, .*; write it as tensor ops, such as torch.where$",
+        r"^test_mistakes.py:\d+: Written: a branch depends on the values of a tensor, .*; write it as tensor ops, such as torch.where$",
     ),
     "another shape": (
         lambda x: x @ torch.ones(7, 3),

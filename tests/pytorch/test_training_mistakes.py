@@ -73,10 +73,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
         unsupported_op,
         r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_training_mistakes.py:\d+",
     ),
-    "no parameters": (without_parameters, "no result depends on what requires grad; .* or compile without training=True"),
+    "no parameters": (without_parameters, "no result depends on a tensor that requires grad; .* or compile without training=True"),
     "branch": (
         branch_on_data,
-        r"^test_training_mistakes.py:\d+: Layer: what runs depends on the values of a tensor, .*, such as torch.where$",
+        r"^test_training_mistakes.py:\d+: Layer: a branch depends on the values of a tensor, .*, such as torch.where$",
     ),
     "by frequency": (custom_function, r"test_training_mistakes.py:\d+: an embedding with scale_grad_by_freq=True is not supported"),
 }

@@ -118,7 +118,7 @@ def test_a_buffer_that_each_rank_has_whole_is_not_written_in_part() -> None:
 
     def rank_main(rank: int) -> None:
         hw.init(threads)
-        with torch.no_grad(), pytest.raises(ArgumentError, match=r"running_mean is written in forward, is whole on each rank.*DTensor"):
+        with torch.no_grad(), pytest.raises(ArgumentError, match=r"running_mean is written in forward and whole on each rank.*DTensor"):
             model(torch.ones(4, 8))
 
     threads.run(rank_main)

@@ -163,7 +163,7 @@ def test_explain_why_not() -> None:
     assert "2 chunks by p2p, two_sided, as stated" in text
     assert "attention: one call of the library, without the matrix of scores in memory" in text
     assert "attention is composed of matmuls and a softmax, since it has dropout, or a mask that is not of its dtype" in text
-    assert "beside other ops on a stream of its own: no adjacent matmul gathers or reduces along its outermost dim" in text
+    assert "overlapped with other ops on a separate stream: no adjacent matmul gathers or reduces along its outermost dim" in text
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
     def alone(x: hw.Tensor) -> hw.Tensor:
@@ -249,7 +249,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     assert program.choices[-1].value == "w_0_resharded"  # needed at once
     assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same
     for way in ("put", "get"):
-        assert f"beside other ops on a stream of its own by {way}, peer, predicted" in program.explain()
+        assert f"overlapped with other ops on a separate stream by {way}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
     assert "\n  copy %w_0 -> " in first.host_ir  # immediate, because the caller's stream waits for the gather
@@ -319,7 +319,7 @@ def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_seconds", lambda *_: 2e-3)
-    with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so something else uses them; run it"):
+    with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so another program uses them; run it"):
         list(calibrate.links(H200, 2))
 
 

@@ -130,7 +130,7 @@ def test_other_meshes_and_streams() -> None:
     def streams(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(x, "S", 3).stream(0)
 
-    moved = r"test_zigzag.py:\d+: reshard: .* what is in zigzag does not move between meshes; reshard it on its own mesh first, or after"
+    moved = r"test_zigzag.py:\d+: reshard: .* a zigzag sharding cannot move between meshes; reshard it on its own mesh first, or after"
     with pytest.raises(ProgramError, match=moved):
         lower(moves, hw.Options())
     streamed = r"test_zigzag.py:\d+: reshard: .* is streamed, and .* changes the order of its pieces to become .*; stream a value computed"

@@ -177,5 +177,5 @@ def _deadlock(order: Order, task: Task) -> Exception:
     circle = path[seen[task] :]
     first = circle[0][0].operation
     links = ", which ".join(f"{why} {circle[(i + 1) % len(circle)][0].operation}" for i, (_, why) in enumerate(circle))
-    message = f"{first} {links}: none of them can go on; post what meets in one group, or in the same order on every rank"
+    message = f"{first} {links}: none of them can proceed; post matching communications in one group, or in the same order on every rank"
     return failure(order.instances.program, message, first.instruction)

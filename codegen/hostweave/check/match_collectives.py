@@ -81,7 +81,7 @@ def channel_of(part: Operation) -> ChannelGroup:
 _ALONE = {  # the fault if one side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
-    "signal": ("does not wait for it, and would take it for the next one", "add the wait"),
+    "signal": ("does not wait for it, and would mistake it for the next one", "add the wait"),
     "wait_signal": ("gives no such signal", "add the signal, or drop this wait"),
 }
 
@@ -194,4 +194,6 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
     if stuck:
         first = stuck[0]
         why = "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        raise failure(instances.program, f"{first}: {why}; issue what rank {first.peer} waits for before it", first.instruction)
+        raise failure(
+            instances.program, f"{first}: {why}; issue the operations that rank {first.peer} waits for before it", first.instruction
+        )

@@ -90,7 +90,7 @@ class Run:
 
     def place(self, name: str, instruction: tree.Instruction) -> Held:
         if name not in self.places:
-            self.fail(instruction, f"%{name} is not on this rank: put it under `on` the mesh that has it")
+            self.fail(instruction, f"%{name} is not on this rank: put it into an `on` body of its mesh")
         return self.places[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:

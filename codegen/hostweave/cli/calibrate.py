@@ -92,7 +92,7 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
 
     times = [_seconds(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
     if times[0] > BUSY:
-        why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so something else uses them"
+        why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so another program uses them"
         raise ExecutionError(f"calibrate: {why}; run it again when they are idle")
     yield Link("collective", ranks, tuple(zip([shard * (ranks - 1) for shard in SHARDS], accumulate(times, max), strict=True)))
     if not can_put:

@@ -77,34 +77,41 @@ def _parser() -> argparse.ArgumentParser:
     what = "a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text"
     program.add_argument("program", metavar="FILE.py:FUSION", help=what)
     program.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
-    program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, by which the compiler chooses")
+    program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, for the compiler's choices")
     program.add_argument("--overlap", choices=OVERLAPS, default="auto", help="how chunk loops are chosen (default auto)")
-    program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how bytes travel between ranks (default auto)")
+    program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="transport of bytes between ranks (default auto)")
     program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
-    target.add_argument("--target", choices=NAMES, default="cpu", help="what it is compiled for (default cpu)")
+    target.add_argument("--target", choices=NAMES, default="cpu", help="target (default cpu)")
     as_json.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
     demo = add("demo", _demo, "Compile a seed program, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
-    demo.add_argument("--target", choices=NAMES, help="default: cuda where there are GPUs, else cpu")
+    demo.add_argument("--target", choices=NAMES, help="default: cuda if there are GPUs, else cpu")
 
-    add("compile", _compile, "Compile a program and say where its sources and module are.", program, target, as_json)
+    add("compile", _compile, "Compile a program and print the folder of its sources and module.", program, target, as_json)
     add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small ones.", program, as_json)
-    add("explain", _explain, "Say how each communication is done, and why, with the other ways and their times.", program, target, as_json)
+    add(
+        "explain",
+        _explain,
+        "Explain the choice for each communication, with times of the alternatives.",
+        program,
+        target,
+        as_json,
+    )
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
-        "--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' what each pass changed"
+        "--after", metavar="PASS", help="the IR after this pass; 'input' is the traced fusion, 'all' the changes of each pass"
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
 
-    timeline_help = "Predict when each rank does what, and write it as a page, as JSON for Perfetto or as SVG."
+    timeline_help = "Predict the timeline of each rank, and write it as a page, as JSON for Perfetto or as SVG."
     timeline = add("timeline", _timeline, timeline_help, program, target)
     timeline.add_argument("--measure", action="store_true", help="also run all ranks here on random arrays of --sizes, and measure them")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
-    network = "what a GPU has of the network between hosts of 8 GPUs, in bytes per second and seconds; needed for more than 8 ranks"
+    network = "network of one GPU between hosts of 8 GPUs, in bytes per second and seconds; needed for more than 8 ranks"
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
@@ -117,13 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks = add(
         "bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.", as_json
     )
-    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
-    benchmarks.add_argument("--list", action="store_true", help="print the benchmarks and what they measure, and run none")
+    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all benchmarks that this machine can run")
+    benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 
-    doctor_help = "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing."
+    doctor_help = "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts."
     add("doctor", _doctor, doctor_help, as_json)
 
-    calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses how communication overlaps."
+    calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses overlaps."
     add("calibrate", _calibrate, calibrate_help)
 
     cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."

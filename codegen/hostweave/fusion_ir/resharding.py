@@ -71,7 +71,7 @@ class ReshardStep:
             raise Mismatch(f"{axes} are not axes of {on}, each named once")
         if self.reduction:
             if partial is None or partial.op != self.reduction or not set(self.axes) <= set(partial.axes):
-                raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; reduce what is partial")
+                raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; reduce partial results")
             left = tuple(axis for axis in partial.axes if axis not in self.axes)
             partial = replace(partial, axes=left) if left else None
         if self.kind in ("transfer", "reduce") and is_in_zigzag(type):
@@ -142,7 +142,7 @@ def plan(
     Raises ProgramError if there is no sequence.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
-        why = f"{source} cannot become {target}: what is in zigzag does not move between meshes"
+        why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
         raise ProgramError(f"reshard: {why}; reshard it on its own mesh first, or after", location)
     legs = [_plan(*ends, mesh, tuple(sorted(sizes.items()))) for ends in in_rank_order(source, target)]
     if None in legs:

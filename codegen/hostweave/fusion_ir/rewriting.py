@@ -176,7 +176,7 @@ def needs_ranks(fusion: Fusion) -> str:
     """Reason why a single device with global tensors cannot compute the fusion, or ""."""
     if fusion.user_kernels:
         return f"@{fusion.user_kernels[0].name}, a kernel of the user, is written for the blocks of one rank"
-    return next((f"every rank has a term of its own of {value.name}" for value in fusion.inputs if value.type.partial), "")
+    return next((f"each rank has a different term of {value.name}" for value in fusion.inputs if value.type.partial), "")
 
 
 def on_one_device(fusion: Fusion) -> Fusion:

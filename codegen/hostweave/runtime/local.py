@@ -449,7 +449,7 @@ class LocalProgram:
         held, library = self._makes, taken.library
         if library is None:
             if any(held):
-                why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
+                why = f"rank {self._group.rank} passes no array, so the array library of its outputs is unknown"
                 raise ArgumentError(f"{self.host.name}: {why}; pass them as out=")
             return [None] * len(held)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):

@@ -396,7 +396,7 @@ class CompiledModule(Delegating):
             tensor: Any = tensor_of(self._module, self._graph.parameters[name]).detach()
             is_whole = not isinstance(tensor, DTensor)
             if group and is_whole and any(dim.axes for dim in self._graph.input_types[name].dims):
-                why = f"{self._graph.parameters[name]} is written in forward, is whole on each rank, and the plan shards it"
+                why = f"{self._graph.parameters[name]} is written in forward and whole on each rank, but the plan shards it"
                 raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or leave it out of the plan")
             found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
         return found
@@ -442,7 +442,7 @@ class CompiledModule(Delegating):
                 why = f"{path_in(self._module, tensors, key)} lies in other memory than at compile, as after .to() or a write to .data"
                 raise ArgumentError(f"{self._name}: {why}; compile again, or use copy_ on the original tensor")
         if changed := self._folded.changed():
-            why = f"{changed} has other values than at compile, where what is computed of it alone was computed"
+            why = f"{changed} has changed, but the program holds values that were computed from it at compile"
             raise ArgumentError(f"{self._name}: {why}; compile it again")
         if self._module.training != self._training:
             was = "train" if self._training else "eval"

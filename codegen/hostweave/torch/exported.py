@@ -84,7 +84,7 @@ def exported(
     except ProgramError:
         raise
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-        why = "what runs depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
+        why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
         raise ProgramError(f"{type(module).__name__}: {why}", _line_of(error)) from None
     except Exception as error:  # torch.export raises errors of many kinds
         why = " ".join(str(error).strip().partition("\n\n")[0].split())

@@ -278,7 +278,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     finally:
         derivatives.close()
     if not any(differentiable):
-        why = "no result depends on what requires grad"
+        why = "no result depends on a tensor that requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
     _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})

@@ -486,7 +486,7 @@ class RecordedStep:
             raise ArgumentError(f"{name}: {self._changed() or error}") from error
         fixed = [[value for at, value in enumerate(one.numbers) if at not in self.changing] for one in (step, self.step)]
         if step.words != self._words or fixed[0] != fixed[1]:
-            why = self._changed() or f"this step of {type(self._optimizer).__name__} computes with other ops than those before"
+            why = self._changed() or f"this step of {type(self._optimizer).__name__} uses other ops than earlier steps"
             raise ArgumentError(f"{name}: {why}; compile it again")
         return step
 

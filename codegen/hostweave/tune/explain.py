@@ -95,13 +95,13 @@ def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
 
 
 def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
-    alone = "beside other ops on a stream of its own" if op.result.is_async else "in sequence"
+    alone = "overlapped with other ops on a separate stream" if op.result.is_async else "in sequence"
     if choice:
         taken = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
         if op.result.is_async and choice.taken.chunks:
             apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
             by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
-            taken = f"beside other ops on a stream of its own by {by}{apart}"
+            taken = f"overlapped with other ops on a separate stream by {by}{apart}"
         return f"{taken}{times_of(choice)}"
     if loop and (algorithm := op.result.walked.algorithm):
         return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as stated"
@@ -137,7 +137,7 @@ def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Optio
     if options.overlap == "off":
         return 'overlap="off"'
     if candidate is None:
-        of_keys = "no attention under a causal mask or none takes it as its keys"
+        of_keys = "no attention with a causal mask or without a mask reads it as keys"
         return f"no adjacent matmul gathers or reduces along its outermost dim and is its first consumer, and {of_keys}{hidden}"
     if candidate.unknown:
         stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)

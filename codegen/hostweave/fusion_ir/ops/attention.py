@@ -117,11 +117,11 @@ def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
 def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> str:
     """Reason why a tensor cannot be the offsets of packed sequences, or ""."""
     if query.shape[-2] != key.shape[-2]:
-        return f"packed sequences have as many queries as keys, and {query} and {key} have not; pad them"
+        return f"packed sequences need as many queries as keys, which {query} and {key} are not; pad them"
     if offsets.dtype == i32 and len(offsets.dims) == len(query.dims) - 2 and offsets.shape[:-1] == query.shape[:-3]:
         return ""
     wanted = f"i32[{', '.join(map(str, (*query.shape[:-3], 'N + 1')))}]"
-    return f"offsets of {offsets} are not {wanted}, where each of N sequences begins, and where the last one ends; cast or reshape them"
+    return f"offsets of {offsets} are not {wanted}, the starts of N sequences and the end of the last one; cast or reshape them"
 
 
 def _map(types: Types, op: Op) -> IndexMap:
@@ -299,7 +299,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
     step = 1 if query.dtype == f32 else 8  # cuDNN supports f16 and bf16, and reads 16 bytes at once
     if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
         multiples = f" that are multiples of {step}" if step > 1 else ""
-        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints{multiples}, up to {MAX_HEAD}"
+        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are not ints{multiples}, up to {MAX_HEAD}"
     return ""
 
 

@@ -56,7 +56,7 @@ class Checker:
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
         for pool in pools:
             if pool.count > MAX_POOL:
-                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and use them in turn (index % count)")
+                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and reuse them cyclically (index % count)")
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] is empty: declare at least one")
         self.once([pool.name for pool in pools], "")
@@ -304,7 +304,7 @@ class Checker:
         self.kernels[kernel.name] = kernel
         verify_ops(kernel.inputs, kernel.ops)
         if unknown := set(kernel.returned) - {op.result.name for op in kernel.ops}:
-            self.fail(f"kernel @{kernel.name} returns %{min(unknown)}, which no op of it computes: return what one does")
+            self.fail(f"kernel @{kernel.name} returns %{min(unknown)}, which no op of it computes: return a result of an op")
         if len(set(kernel.returned)) < len(kernel.returned):
             self.fail(f"kernel @{kernel.name} returns a value twice: return it once")
 

@@ -170,9 +170,9 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
     if len(b.shape) != 2:
         return "it is a batch of products"
     if not (_rows_follow(a) and _rows_follow(dst)):
-        return "its rows do not lie one after another"
+        return "its rows are not consecutive"
     if strides_of(dst)[-1] != Size():
-        return "the elements of a row do not lie side by side"
+        return "the elements of a row are not contiguous"
     return ""
 
 

@@ -13,7 +13,7 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
         if not inner.posts:
             c.current = inner
-            c.fail("only communications can stand in a group: move it out")
+            c.fail("a group may contain only communications: move it out")
     c.inner(i.body, scope)
     transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
     if len(transports) > 1:
@@ -22,7 +22,7 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
 
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
     if scope.in_stream:
-        c.fail("a stream block cannot stand in a stream block: end the outer one first")
+        c.fail("stream blocks cannot be nested: end the outer one first")
     c.inner(i.body, replace(scope, in_stream=True))
 
 
@@ -79,7 +79,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
     if scope.in_stream:
         c.fail("a function runs on the caller's stream: move the call out of the stream block")
     if scope.condition is not None and _is_collective(function, c.program.functions):
-        c.fail(f"a function with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
+        c.fail(f"a function with collectives is not allowed under `if {scope.condition}`, which differs between ranks")
 
 
 def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bool:
@@ -93,7 +93,7 @@ def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bo
 
 def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
     if c.mesh is not c.program.mesh:
-        c.fail("an on body cannot stand in an on body: end the outer one first")
+        c.fail("on bodies cannot be nested: end the outer one first")
     c.part(i.mesh)
     c.mesh = i.mesh
     c.inner(i.body, scope)
