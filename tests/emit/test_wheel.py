@@ -150,6 +150,7 @@ def test_a_wheel_runs_without_hostweave(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # builds the runtime: 30 s
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
 def test_a_wheel_runs_on_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CMAKE_ARGS", " ".join(for_cuda()))

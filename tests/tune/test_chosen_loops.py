@@ -169,7 +169,7 @@ def test_explain_why_not() -> None:
     def alone(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(hw.exp(x), "M", "K")
 
-    why = "no adjacent matmul gathers .*, and no attention .* as its keys; other ops could hide 0.0 us of its .* us, and 10 us are wanted"
+    why = "no adjacent matmul gathers .*, and no attention .* as keys; other ops could hide 0.0 us of its .* us, and 10 us are wanted"
     assert re.search(f"in sequence: {why}", hw.compile(alone).explain())
     with pytest.raises(ProgramError, match="was compiled from host IR, so there are no choices to explain; see host_ir"):
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
