@@ -1,6 +1,6 @@
 """All figures of docs/figures.md in one run, and a table of those that have a goal.
 
-Each part is a benchmark in a process of its own, with a time limit, whose output is printed as it comes. Arguments are names of parts;
+Each part is a benchmark in a separate process with a time limit. Its output is printed immediately. Arguments are names of parts;
 default: all. `goals` runs the parts of the table alone. Needs two GPUs. Exit status: 1 if a part fails.
 """
 

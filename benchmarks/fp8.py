@@ -1,13 +1,13 @@
-"""Products, an MLP and decoding in 8-bit floats, beside torch and beside ours in bf16. Each line prints ratios.
+"""Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16. Each line prints ratios.
 
-- products: one scaled matmul at the shapes of a rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, beside torch._scaled_mm.
-  Both are CUDA graphs.
+- products: one scaled matmul with the shapes of one rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, compared with
+  torch._scaled_mm. Both are CUDA graphs.
 - layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, from quantised weights. Beside it are
   ours in bf16, and torch with _scaled_mm: torch.compile, and that with asynchronous tensor parallelism.
-- decode: 16 MLPs of 8B for few rows, on one GPU, from quantised weights, beside ours in bf16.
+- decode: 16 MLPs of 8B for few rows, on one GPU, from quantised weights, compared with Hostweave in bf16.
 
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. A process a GPU runs all ways in turn.
-Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
+alternately. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """For every shape, kind of scales and number of rows a call of ours and one of torch. Raises AssertionError where results differ."""
+    """For every shape, kind of scales and number of rows: a call of Hostweave and a call of torch. Raises AssertionError where results
+    differ."""
     import torch
 
     group = hw.init()
@@ -178,7 +179,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Ranks of torch quantise by the largest elements of their own columns, ours by those of whole rows."""
+    """Ranks of torch quantise by the largest elements of their columns, Hostweave's ranks by the largest elements of whole rows."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

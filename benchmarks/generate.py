@@ -52,7 +52,7 @@ def seconds(generate: Callable[[int], Any], tokens: int) -> float:
 
 
 def compare(module: Any, ours: Any, batch: int, turns: int, few: int, many: int, says: bool) -> dict[str, list[float]]:
-    """Milliseconds per token of each way, turn by turn."""
+    """Milliseconds per token of each variant, for each repetition."""
     ids = torch.randint(0, module.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(module.device)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     ways: dict[str, Callable[[int], Any]] = {

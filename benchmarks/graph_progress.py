@@ -1,7 +1,7 @@
 """Cost of graphs that note their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
 
 Measures a layer of Llama 70B (TP 8 shapes), 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm.
-All GPUs of this machine take part. Milliseconds of the slowest rank: median over launches of both graphs in turn, which all ranks start
+All GPUs of this machine take part. Milliseconds of the slowest rank: median over alternating launches of both graphs, which all ranks start
 together; random bf16 data. Also the host time of a launch, in microseconds.
 """
 

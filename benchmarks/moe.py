@@ -1,14 +1,14 @@
-"""Mixtures of experts: grouped products, dispatch and combine, and a layer, beside torch. Each line prints ratios.
+"""Mixtures of experts: grouped products, dispatch and combine, and a layer, compared with torch. Each line prints ratios.
 
 - products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens each, even and skewed routing,
-  on one GPU, beside torch._grouped_mm.
+  on one GPU, compared with torch._grouped_mm.
 - dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Beside it
   are torch's all_to_all_single, for which the host knows all counts beforehand, and the time of a copy engine for one row of each choice.
   Ours sends a token once to each rank, and a sum in f32 back.
-- layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, beside torch with _grouped_mm, eager and compiled.
+- layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, compared with torch with _grouped_mm, eager and compiled.
 
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. A process a GPU runs all ways in turn.
-Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
+alternately. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of ours and one of torch for each case. Raises AssertionError where results differ."""
+    """A call of Hostweave and a call of torch for each case. Raises AssertionError where results differ."""
     import torch
 
     group = hw.init()

@@ -133,7 +133,7 @@ def main(what: str = "forward, backward, host and compile") -> None:
 
 
 def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights, equal on all ranks, scaled so that what the layers add stays near 1."""
+    """Weights, equal on all ranks, scaled so that the outputs of layers stay near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -39,7 +39,7 @@ def layer_weights(c):
 
 
 def other_weights(c):
-    """Embeddings and output weights. A rank has some rows of the token table, and computes the logits of as many."""
+    """Embeddings and output weights. Each rank has some rows of the token table, and computes the logits of these tokens."""
     table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
     return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
 

@@ -32,7 +32,7 @@ def of_ranks(w):
 
 
 def halves(x):
-    """Gate and up [R, rows, I] of their product [R, rows, 2*I]."""
+    """Splits the product of gate and up [R, rows, 2*I] into two of [R, rows, I]."""
     parts = hw.reshape(x, *x.shape[:2], 2, "I")
     return parts[:, :, 0], parts[:, :, 1]
 
@@ -91,6 +91,6 @@ def moe_backward(x, dy, router, bias, w1, w2):
 
 @hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
 def moe_training(x, dy, router, bias, w1, w2):
-    """The result and the gradients. The backward pass uses what the forward pass has computed."""
+    """The result and the gradients. The backward pass uses values of the forward pass."""
     y, gradients = differentiated(x, dy, router, bias, w1, w2)
     return y, *gradients

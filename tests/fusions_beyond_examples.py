@@ -35,7 +35,7 @@ def matmul_ar_two_axes(x, w):
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def matmul_ar_ag(x, w):
-    return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # two channels, which take turns
+    return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # two channels, which are serialised
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["M@x", "L"])
@@ -77,7 +77,7 @@ def halves(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["N", "F@x"], u=dtype["F@x", "N"])
 def two_loops(x, w, v, u):
-    h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may overwrite
+    h = hw.matmul(x, w).stream("M", chunks=D)  # the second loop may overwrite its buffer of x
     g = hw.clip(hw.matmul(h, v), -1, 1)
     return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
 

@@ -9,7 +9,7 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # an input, which lies in no window, is put
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # an input, which is not in a window, is put
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])

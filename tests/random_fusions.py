@@ -221,7 +221,7 @@ def _first_of(t: hw.Tensor, axis: int) -> hw.Tensor:
 
 
 def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Slice or update at a position that may be computed, may be out of range, and may lie in a sharded dim."""
+    """Slice or update at a position that may be computed, may be out of range, and may be in a sharded dim."""
     if t.dtype != hw.i64 or not t.ndim:
         return _with_number(g, values, t)
     cut = [g.random.random() < 0.6 for _ in range(t.ndim)]
@@ -504,7 +504,7 @@ def collided(fusion: Fusion) -> Fusion:
 def wider(seed: int) -> Generator:
     """Program on more ranks, with computed positions, scattered columns, and another mesh over the same ranks.
 
-    These have a generator of their own, so that `Generator` keeps making the same programs.
+    These have a separate generator, so that `Generator` keeps making the same programs.
     """
     generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [*[_updated] * 6, *[_columns_in_a_loop] * 2])
     ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)

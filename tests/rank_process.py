@@ -182,7 +182,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Calls with each rank's arrays in an order of its own; the last rank also has new arrays."""
+    """Calls with arrays in a different order on each rank; the last rank also has new arrays."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))

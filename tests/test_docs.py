@@ -118,7 +118,7 @@ def test_pages_have_the_op_table_as_it_is() -> None:
 
 
 def test_the_pictures_are_those_that_the_code_makes() -> None:
-    """`python docs/pictures.py` writes them anew."""
+    """`python docs/pictures.py` rewrites them."""
     made = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     images = ROOT / "docs" / "images"
     assert {path.name for path in images.iterdir()} == {f"{picture.__name__}.svg" for picture in made}
@@ -129,7 +129,7 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
 
 
 def test_the_notebook_is_the_tutorial() -> None:
-    """`python docs/notebook.py` writes it anew. Another test runs the blocks of the page."""
+    """`python docs/notebook.py` rewrites it. Another test runs the blocks of the page."""
     made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["tutorial"]()
     assert (ROOT / "docs" / "tutorial.ipynb").read_text() == made
     code = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
@@ -166,7 +166,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     "name", [pytest.param("DTensor", marks=pytest.mark.extra("torch")), pytest.param("shard_map", marks=pytest.mark.extra("jax"))]
 )
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """In a process of its own: both systems have state of the whole process."""
+    """In a separate process: both systems have state of the whole process."""
     pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="what the block is about: pip install torch jax")
     text = (ROOT / "docs" / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)

@@ -205,7 +205,7 @@ def test_transports_are_asked_and_not_compared() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
     registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
-    assert registers == {"transports", "emit"}  # what follows from it for schedules and machines has questions of its own
+    assert registers == {"transports", "emit"}  # consequences for schedules and machines have separate methods
 
 
 # Uses of a class that have no trait: epilogues of cuBLASLt, shared plans, fusion of launches, transposes among views. All else reads
@@ -246,7 +246,7 @@ def test_instructions_are_asked_for_traits() -> None:
 
 
 def test_instructions_are_kept_by_place() -> None:
-    """Not by identity: one object may stand at two places of a program, and ids are reused."""
+    """Not by identity: one object may occur twice in a program, and ids are reused."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []

@@ -22,7 +22,7 @@ def print_machine() -> None:
 
 
 def machine() -> str:
-    """The GPUs with their power limit, the driver, versions of libraries, and what is switched off."""
+    """The GPUs with their power limit, the driver, versions of libraries, and disabled features."""
     listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False)
     gpus = [line.split(", ") for line in listed.stdout.splitlines()]
     name, power, driver = gpus[0] if gpus else ("no GPU", "", "")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # see Program._running
 
 @checked
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
-    """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
+    """Compiles a fusion or an unchanged host program for `target` "cpu" or "cuda".
 
     Lowers the program, verifies it after every pass, and proves it free of races and deadlocks as `options` say. No C++ compiler
     is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError, with the location in the
@@ -185,8 +185,8 @@ class Program:
 
         `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
         default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by name. The
-        cost model then chooses anew. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is not included.
-        Returns a report: `print` shows totals, `save("f.html")` writes the page.
+        cost model then repeats its choices. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is not
+        included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
         program cannot run on so many ranks.

@@ -1,6 +1,6 @@
-"""A compiled program as a Python module of its own, which does not need Hostweave.
+"""A compiled program as a Python module that does not need Hostweave.
 
-`run` takes global arrays and runs all ranks in this process. `World` and `Program` are one rank of it, for one process per GPU. Arrays are
+`run` takes global arrays and runs all ranks in this process. `World` and `Program` are for one rank per process. Arrays are
 NumPy arrays if TARGET is "cpu", with simulated ranks, and PyTorch tensors if it is "cuda".
 """
 
@@ -112,7 +112,7 @@ def _decide(what: str, function: str, *arguments: Any) -> None:
 
 
 def new_id() -> bytes:
-    """Id of a new world. One rank makes it and sends it to all, such as by torch.distributed or a file."""
+    """Id of a new world. One rank creates it and sends it to all, for example by torch.distributed or a file."""
     _decide("processes", "hw_use_processes")
     made = ctypes.create_string_buffer(128)
     _call("hw_new_id", made)
@@ -120,7 +120,7 @@ def new_id() -> bytes:
 
 
 class World:
-    """One rank of RANKS. Programs of several ranks are made by all of them at the same time."""
+    """One rank of RANKS. All ranks create a program at the same time."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
         """Joins the world with this id. `device` is the number of a GPU of this host, by default `rank`. A simulated rank needs none."""
@@ -149,7 +149,7 @@ class Program:
         _call(f"{NAME}_create", world._handle, ctypes.byref(self._handle))
 
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Allocates and plans for arrays of these shapes. All ranks prepare before one of them calls the program.
+        """Allocates and plans for arrays of these shapes. All ranks must prepare before any rank calls the program.
 
         `global_shapes` gives the global shape of inputs whose dims the ranks do not share evenly, by name.
         Raises ValueError if an array has the wrong dtype, shape or device.

@@ -12,7 +12,7 @@ function(hostweave_wheel name)
   target_link_libraries(hostweave_wheel PRIVATE hostweave::${name})
   target_link_options(hostweave_wheel PRIVATE "-Wl,--version-script=${CMAKE_CURRENT_BINARY_DIR}/exported" -Wl,--no-undefined
                       "-Wl,--undefined=${name}_create")  # takes the program's C API from its archive
-  # In site-packages, the module is beside scipy_openblas32. CUDA's libraries are loaded by PyTorch.
+  # In site-packages, the module is next to scipy_openblas32. CUDA's libraries are loaded by PyTorch.
   set_target_properties(hostweave_wheel PROPERTIES ${hostweave_properties} PREFIX "" OUTPUT_NAME program
                         INSTALL_RPATH "$<$<STREQUAL:${HOSTWEAVE_TARGET},cpu>:$ORIGIN/../scipy_openblas32/lib>")
   install(TARGETS hostweave_wheel LIBRARY DESTINATION ${name})

@@ -394,7 +394,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """The result lies over an input of which each element depends only on the same element."""
+    """The result overlaps an input. Each element depends only on the same element of the input."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
@@ -404,7 +404,7 @@ def test_a_launch_in_place() -> None:
 
 
 def test_a_matmul_adds_in_place() -> None:
-    """The result may lie over the accumulated operand, but not over a factor."""
+    """The result may overlap the accumulated operand, but not a factor."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y is written"):

@@ -94,7 +94,7 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 
 def test_one_that_finds_no_gap_comes_first() -> None:
-    """Consecutive matmuls of a gated layer: the fourth buffer lies below the fifth, which is larger."""
+    """Consecutive matmuls of a gated layer: the fourth buffer is below the fifth, which is larger."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -132,7 +132,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
                 for buffer in buffers[own]:
                     buffer.end(now)
             else:
-                events.free(own)  # where it is in use
+                events.free(own)  # events during which it is in use
                 events.allocate(own, buffers[own.start].bytes, pool)
                 for buffer in buffers[own]:
                     buffer.end(now)
@@ -228,7 +228,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """Alternative bodies may use one name for two buffers, and need not use what they allocate."""
+    """Alternative bodies may use one name for two buffers, and may leave allocations unused."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a

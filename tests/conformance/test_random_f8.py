@@ -2,7 +2,7 @@
 
 They have both dtypes, all kinds of scales, even and uneven sizes, norms and activations before, epilogues, gathers and reductions around,
 chunk loops by every algorithm, and functions. Elements are 0, 2^i or 5 * 2^i, so that no quotient by a scale is near a tie: the reference
-in f64 and programs in f32 round alike.
+in f64 and programs in f32 round equally.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Writer:
         times = [self.mesh.size, 2 * self.mesh.size] if even else [1, 2, 3, 5]
         self.sizes = {name: step * draw.choice(times if step < 128 else times[:3]) for name in "KN"}
         self.sizes["M"] = draw.choice([8 * self.mesh.size, 24 * self.mesh.size] if even else [1, 5, 7, 18, 33])
-        self.is_rounded = False  # True if values may lie near a tie
+        self.is_rounded = False  # True if values may be near a tie
         self.named = {"M"} if draw.random() < 0.5 else set()
         is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # cuBLASLt multiplies the columns of a rank
         self.named |= {"N"} if draw.random() < 0.2 and is_whole else set()

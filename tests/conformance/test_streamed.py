@@ -14,7 +14,7 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
-    """Gathers for matmuls, each of its own tensor, and matmuls whose rows or columns are reduced and scattered.
+    """Gathers of different tensors for matmuls, and matmuls whose rows or columns are reduced and scattered.
 
     Also all-reduces of rows, and a batch of matrices that is sharded by rows, then by columns.
     """

@@ -65,7 +65,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
     build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
-    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export left its sources as they were
+    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export did not change its sources
     for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even, uneven, and a rank that has nothing
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
@@ -94,12 +94,12 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
 
-    build(recurrent, folder)  # calls that take and give structs of their own
+    build(recurrent, folder)  # calls with separate structs
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
-    build(attention, folder)  # which the runtime has files of its own for
+    build(attention, folder)  # for which the runtime has separate files
     result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")

@@ -116,7 +116,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Each case is a kernel of its own, on the caller's stream."""
+    """Each case is a separate kernel, on the caller's stream."""
     kernels, outputs, launches = [], [], []
     types = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}
     for case in cases:

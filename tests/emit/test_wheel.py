@@ -117,7 +117,7 @@ def use(wheel: Path, folder: Path) -> list[str]:
     """Installs the wheel alone, and returns the output of USE: with ranks as threads, and of each of two processes."""
     site = folder / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # beside the module, where pip installs it
+    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # next to the module, where pip installs it
     (folder / "use.py").write_text(USE)
     processes = [
         subprocess.Popen(

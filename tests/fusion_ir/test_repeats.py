@@ -1,4 +1,4 @@
-"""Repeats: which calls become one, their text and rules, what NumPy computes, and what the check finds in their loops."""
+"""Repeats: which calls become one, their text and rules, results against NumPy, and faults that the check finds in their loops."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def gathered_by_puts(x, w):
 
 
 def with_fault(folder: Path) -> hw.Program:
-    """The program, of which rank 1 drops a signal if the environment says so."""
+    """The program. Rank 1 drops a signal if the environment requests it."""
     os.environ["HOSTWEAVE_EDIT"] = str(folder)
     options = hw.Options(transport="peer")
     _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder

@@ -55,7 +55,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_is_of_one_place() -> None:
-    """Holds even if one object stands at two places: a pass may repeat an instruction."""
+    """Holds even if one object occurs twice: a pass may repeat an instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2

@@ -99,7 +99,7 @@ def test_inlined() -> None:
 
 
 def test_donated_arguments() -> None:
-    """Names of parameters tell which contents of the memory they stand for."""
+    """Names of parameters identify contents of the memory."""
     text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
   copy %u -> %y
 }

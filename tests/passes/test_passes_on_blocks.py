@@ -1,4 +1,4 @@
-"""Passes on programs with blocks: each body is a program of its own, and calls keep the layouts of parameters and results."""
+"""Passes on programs with blocks: each body is a separate program, and calls keep the layouts of parameters and results."""
 
 from __future__ import annotations
 

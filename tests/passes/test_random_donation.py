@@ -60,7 +60,7 @@ def late_copies(host: HostProgram) -> Iterator[HostProgram]:
         for copy in (place for place in uses.places if place.instruction.copies and not place.around):
             (root,), (dst,) = (map(uses.root, tree.names(copy.instruction, role)) for role in ("read", "write"))
             later = [touch.instruction for touch in uses.touches[root] if touch.number > copy.number]
-            is_last = uses.touches[dst][-1].number == copy.number  # nothing reads what it writes
+            is_last = uses.touches[dst][-1].number == copy.number  # nothing reads its results
             if root in donated and is_last and dst in {output.name for output in part.outputs} and root in uses.writes(later):
                 body = (*uses.edited({copy.number}, {}), copy.instruction)
                 yield joined([*parts[:at], replace(part, body=body), *parts[at + 1 :]])

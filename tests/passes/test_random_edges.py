@@ -1,4 +1,4 @@
-"""Random programs at the edges of what sizes, meshes and transports can be.
+"""Random programs with extreme sizes, meshes and transports.
 
 Dims have no element, one for each rank, or fewer than ranks. Two meshes have the same ranks. All sizes have names. Programs make
 constants, and functions return views of the memory that results reuse.

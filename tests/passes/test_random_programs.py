@@ -64,7 +64,7 @@ def test_wider_programs(seeds: range) -> None:
 
 
 NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # by any pass; only in hand-written host programs, and in timelines
-NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds alike; the tests of attention cover them
+NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds equally; the tests of attention cover them
 NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings makes them
 NOT_MADE |= {"LaunchAllReduce"}  # not for f64 and i64, which these programs use; test_random_ops.py covers it
 

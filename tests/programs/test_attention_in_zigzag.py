@@ -29,7 +29,7 @@ SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 112})
 
 @cache
 def in_zigzag(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Rows and keys sharded alike, with a batch, and without one in its memory layout; with gradients, a window, and no mask."""
+    """Rows and keys with the same sharding, with a batch, and without one in its memory layout; with gradients, a window, and no mask."""
     heads, groups, s = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp", "S@zigzag(cp)"
 
     @hw.fusion(

@@ -334,7 +334,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
 def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...]) -> None:
-    """Weights of calls stand alone, or are mixed with other inputs of the program, before or after them."""
+    """Weights of calls are separate, or are mixed with other inputs of the program, before or after them."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

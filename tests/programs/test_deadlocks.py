@@ -63,7 +63,8 @@ CASES = {
         BOTH_SEND_FIRST,
         "text:2: rank 0, the caller's stream: send %x to 1 - rank.x on x meets rank 1, the caller's stream: recv %y from 1 - rank.x on x, "
         "which comes after rank 1, the caller's stream: send %x to 1 - rank.x on x, which meets rank 0, the caller's stream: "
-        "recv %y from 1 - rank.x on x, which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: none of them can proceed; "
+        "recv %y from 1 - rank.x on x, which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: "
+        "none of them can proceed; "
         "post matching communications in one group, or in the same order on every rank",
         "both_send_first: deadlock: no rank can go on\n"
         "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, 3 more behind it; "

@@ -14,7 +14,7 @@ def gathers(*programs: hw.Program) -> int:
 
 
 def _counted(body: Body, depths: Mapping[str, int]) -> int:
-    """All-gathers less reduce-scatters of a body. What is in a repeat counts as often as it runs."""
+    """All-gathers less reduce-scatters of a body. An instruction in a repeat counts as often as it runs."""
     total = 0
     for i in body:
         times = depths.get(i.trips.name or "", 1) if isinstance(i, For) else 1

@@ -1,4 +1,4 @@
-"""A rank of models of transformers, and of a module of DTensors, as a process of torchrun, on GPUs where there are any.
+"""A rank of models of transformers, and of a module of DTensors, as a process of torchrun, on GPUs if there are any.
 
 It says of each that it is as torch on one device.
 

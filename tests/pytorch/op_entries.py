@@ -23,7 +23,7 @@ class Entry:
 
 
 class Several(nn.Module):
-    """Entries in one program, each of its own arguments."""
+    """Entries in one program, with different arguments."""
 
     def __init__(self, entries: list[Entry]):
         super().__init__()
@@ -79,7 +79,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         IndexError,
         StopIteration,
         TypeError,
-    ):  # of what this build of torch cannot
+    ):  # errors about features that this build of torch lacks
         return None
 
 

@@ -53,7 +53,7 @@ def of_two(module: Stack) -> None:
     module.both = True
 
 
-# what is done to 5 layers -> how many of them are traced: the first takes no gradient of what goes in
+# change to 5 layers -> number of traced ones: the first layer computes no gradient of its input
 CASES: dict[Callable[[Stack], None], int] = {lambda module: None: 2, frozen: 3, tied: 2, of_two: 2}
 
 
@@ -68,7 +68,7 @@ def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypa
         case(module)
     plan = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
     compiled = hostweave.torch.compile(ours, hw.Mesh(tp=ranks), plan, (X,), training=True)
-    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd runs what it traces twice
+    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd traces twice
     compiled(X).backward()
     want(X).backward()
     for (name, one), other in zip(ours.named_parameters(), want.parameters(), strict=True):

@@ -160,7 +160,7 @@ def test_fully_shard_states_all_shardings(mesh: Any) -> None:
 
 
 def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
-    """Weights are of 32 bits and cast in the program; arguments are cast where the policy says so."""
+    """Weights are of 32 bits and cast in the program; arguments are cast if the policy requires it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = hostweave.torch.compile(
         prepared(mesh, mp_policy=policy), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True

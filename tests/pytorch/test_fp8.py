@@ -137,7 +137,7 @@ class Quantised(nn.Module):
         return self.down(torch.relu(self.up(x)) / 16)
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
-        """Products of what 8-bit floats and scales stand for, in float32, with results of 16 bits."""
+        """Products of dequantised 8-bit floats, in float32, with results of 16 bits."""
         hidden = self.of(x, self.up.weight.float().view(4, 128, 2, 128) * self.up.weight_scale_inv[:, None, :, None], 128)
         hidden = torch.relu(hidden) / 16
         return self.of(hidden, self.down.weight.float() * self.down.weight_scale, 512, 2.0) + self.down.bias.to(x.dtype)
@@ -162,7 +162,7 @@ QUANTISED_PLAN = {
 @pytest.mark.extra
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_of_checkpoints(ranks: int) -> None:
-    """Modules for transformers' finegrained_fp8 and fbgemm_fp8 compile as they are, without its kernels."""
+    """Modules for transformers' finegrained_fp8 and fbgemm_fp8 compile unchanged, without its kernels."""
     torch.manual_seed(0)
     module, x = Quantised().eval(), torch.randn(3, 16, 256, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), QUANTISED_PLAN if ranks > 1 else {}, (x,))

@@ -79,7 +79,8 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 
 def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its heads of the cache, and replays a graph for each token. What is drawn is what torch draws of the same logits."""
+    """Each rank has its heads of the cache, and replays a graph for each token. Samples are equal to torch's samples for the same
+    logits."""
     replays, replay = list[Any](), Replayed.__call__
     monkeypatch.setattr(Replayed, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama")

@@ -1,4 +1,4 @@
-"""Factorisations as they are composed, against torch's, eagerly, over matrices of several sizes."""
+"""Composed factorisations, run eagerly, against torch's, for matrices of several sizes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])
 
 
 class Then(nn.Module):
-    """A function of what a linear layer makes."""
+    """A function of a linear layer's result."""
 
     def __init__(self, function: Callable[[Any], Any], out: int = DIM):
         super().__init__()
@@ -110,7 +110,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules, each with an input and a result of its own. One program of all compiles in a tenth of the time of one of each."""
+    """Several modules, each with a separate input and result. One program of all compiles in a tenth of the time of one of each."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
@@ -202,7 +202,7 @@ def test_derivatives_of_the_users_own(ranks: int) -> None:
     expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
 
 
-# --- what is refused, as the result would be another ------------------------------------------------------------------
+# --- ops that are refused, because the result would differ ------------------------------------------------------------------
 
 
 def hooked(y: torch.Tensor) -> torch.Tensor:
@@ -314,7 +314,7 @@ def test_attention_to_one_head_of_keys(ranks: int) -> None:
 
 @pytest.mark.extra
 def test_gradients_of_sampled_images() -> None:
-    """The derivative of grid_sample: of the image, and of the places that are read, some of which lie outside of it."""
+    """The derivative of grid_sample: of the image, and of the positions that are read, some of which are outside of it."""
 
     class Sampled(nn.Module):
         def forward(self, image: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

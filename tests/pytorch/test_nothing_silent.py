@@ -223,7 +223,7 @@ IN_ROWS: dict[str, tuple[Callable[[Any], Any], torch.Tensor]] = {
 
 
 class Several(nn.Module):
-    """Functions of arguments of their own, in one program."""
+    """Functions with separate arguments, in one program."""
 
     def __init__(self, functions: list[Callable[[Any], Any]]):
         super().__init__()

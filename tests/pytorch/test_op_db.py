@@ -1,7 +1,7 @@
 """torch's own op database, op_db, against eager: each entry is computed as torch does, or is on the docs' page of those that are refused.
 
 A sixth of the batches runs by default, on 2 ranks, with `-m slow` the rest, also on 1 and 4 ranks.
-`python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` writes the page anew.
+`python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "ne
 
 
 def refused_entries(kind: str) -> set[str]:
-    """The entries that the page has of a kind. What is refused in float32 is refused in other dtypes, too."""
+    """The entries that the page has of a kind. Ops that are refused in float32 are refused in other dtypes, too."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -119,7 +119,7 @@ def test_entries_of_other_kinds(number: int, kind: str) -> None:
 
 
 def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
-    """The entries that are refused, with the reasons. Halves of a batch that is refused are tried apart."""
+    """The entries that are refused, with the reasons. If a batch is refused, its halves are tried separately."""
     given = [one if is_backward else one.detach() for entry in batch for one in entry.given]
     try:
         with torch.set_grad_enabled(is_backward):
@@ -134,7 +134,7 @@ def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_page(request: pytest.FixtureRequest) -> None:
-    """States how many entries there are of each kind, and those that are refused. Written anew, the page has all kinds."""
+    """States how many entries there are of each kind, and those that are refused. The regenerated page has all kinds."""
     text, known, renews = "", set[str](), request.config.getoption("--update-golden")
     for kind in KINDS if renews else ON_PAGE:
         dtype = KINDS[kind]

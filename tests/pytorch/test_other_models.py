@@ -1,4 +1,4 @@
-"""Modules of other shapes than those of transformers: losses and gradients of a step against torch, on 1 and 2 ranks."""
+"""Modules whose shapes differ from those of transformers: losses and gradients of a step against torch, on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Translator(nn.Module):
 
 
 class Patches(nn.Module):
-    """A ViT with a scale of what each branch adds, and the mean of all patches in place of a class token."""
+    """A ViT that scales the result of each branch, and uses the mean of all patches in place of a class token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The gradient is that of what the forward pass dropped: the loss goes along it as it says."""
+    """The gradient uses the dropout mask of the forward pass: the loss goes along it as it says."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]
     module, inputs = make().double().train(), draw()

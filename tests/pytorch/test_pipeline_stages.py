@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Its last stage takes what the first one computes, past the stages between."""
+    """Its last stage takes a result of the first one, past the stages between."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

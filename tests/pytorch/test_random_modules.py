@@ -1,6 +1,6 @@
 """Random modules of layers, compiled with `training=True`: results and gradients against torch on one device.
 
-Layers of a module are alike and share masks and arguments; they differ between modules in norms, parts, residuals, what is tied, and plans.
+Layers of a module are equal and share masks and arguments; modules differ in norms, parts, residuals, tied parameters and plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes: calls overlap where that is faster, and stay sequential elsewhere and while a program is compiled."""
+"""Programs for ranges of sizes: calls overlap if that is faster. Otherwise they are sequential, as they are while a program is compiled."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, and what the user does between the first and the second one."""
+    """Layers, with code of the user between the first and the second one."""
 
     def __init__(self, between: Callable[[Any], Any] = lambda x: x) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ BREAKS = {
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", ["a missing op", "a branch", pytest.param("a side effect", marks=pytest.mark.slow)])
 def test_a_break(kind: str) -> None:
-    """The regions around it are programs of two ranks. All that falls out is told."""
+    """The regions around it are programs of two ranks. `explain` lists all eager parts."""
     between, told = BREAKS[kind]
     module = Model(between).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False)

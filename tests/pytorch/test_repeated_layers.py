@@ -1,4 +1,4 @@
-"""Which layers are traced once: the graph computes what the module does, and layers that differ in anything are traced apart."""
+"""Which layers are traced once: the graph computes the same as the module, and layers with any difference are traced separately."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Their numbers, which nothing reads, do not keep them apart; their parameters and buffers have values of their own."""
+    """Their numbers, which nothing reads, may differ; their parameters and buffers have different values."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 
@@ -100,7 +100,7 @@ class Shared(Layer):
 
 
 class Passing(Layer):
-    """Gives what it takes as well, and a dict."""
+    """Also returns its argument, and a dict."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.down(self.up(x)), "x": [x, None, 3]}
@@ -184,7 +184,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(hooked, "", "up._forward_hooks is another", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
-    expect(outer, "", "0")  # that hook is not part of what is traced once
+    expect(outer, "", "0")  # that hook is not part of the traced layer
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
     expect(replaced, "", "up.forward is another")
@@ -198,7 +198,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
 
 
 def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:
-    """And say so; sizes that vary are traced layer by layer."""
+    """The result reports this; sizes that vary are traced layer by layer."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

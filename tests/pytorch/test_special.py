@@ -1,4 +1,4 @@
-"""Special functions as they are composed, in float32, against torch's in float64, over ranges with the borders of their parts."""
+"""Composed special functions in float32, against torch's in float64, over ranges that include the borders of their parts."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
 
 
 def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
-    """Both products of a derivative use what is gathered once; of a rotation, an activation and repeated keys nothing is in memory."""
+    """Both products of a derivative use one gathered value; of a rotation, an activation and repeated keys nothing is in memory."""
     torch.manual_seed(0)
     module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
@@ -219,7 +219,7 @@ def test_a_step_is_one_program() -> None:
 
 
 class Stack(nn.Module):
-    """Four layers, of which three are alike."""
+    """Four layers, three of which are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Stack(nn.Module):
 
 
 def test_layers_of_a_step_are_functions() -> None:
-    """Forward, backward and update of layers that are alike, and between which other ops are."""
+    """Forward, backward and update of equal layers with other ops between them."""
     torch.manual_seed(3)
     module, x = Stack().train(), torch.randn(8, 16)
     want = copy.deepcopy(module)
@@ -294,7 +294,7 @@ class Residuals(nn.Module):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
-    """Calls of all layers but the last one are a loop, also in reverse, and what they save and give are arrays of structs."""
+    """Calls of all layers except the last are a loop, also in reverse. Saved values and results are arrays of structs."""
     plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
     lines: set[tuple[int, ...]] = set()
     for count in (4, 6):
@@ -440,7 +440,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     module = Layers(0.25).train().double()
     x = X.double()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
-    wanted = [module.up.bias, module.down.weight]  # others also lead to the loss where it has no gradient
+    wanted = [module.up.bias, module.down.weight]  # other paths also lead to the loss where it has no gradient
 
     def loss(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -459,7 +459,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
-    """A rank's module of DTensors, each with a thread for a rank: what a process of torch.distributed would have."""
+    """A rank's module of DTensors, each with a thread for a rank: the tensors that a process of torch.distributed would have."""
     torch.manual_seed(4)
     want = Loss()
     placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
@@ -490,7 +490,7 @@ def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
 
 
 def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
-    """A copy, with what a rank has of each parameter as a DTensor."""
+    """A copy, in which a rank's part of each parameter is a DTensor."""
     module = copy.deepcopy(want)
     for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
         owner, _, name = path.rpartition(".")

@@ -96,7 +96,7 @@ def test_as_torch(name: str, ranks: int) -> None:
     written = [
         [one._version > then for one, then in zip(flat(of), at, strict=True)] for of, at in zip((given, expected), before, strict=True)
     ]
-    assert written[0] == written[1]  # torch sees what is written
+    assert written[0] == written[1]  # torch sees the writes
     if name.startswith("caches"):
         assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # x is sharded after the first layer
         assert "dynamic_update_slice(%keys" in model.program.fusion_ir

@@ -1,4 +1,4 @@
-"""A rank of a transformer as torchtitan prepares it, as a process of torchrun, on GPUs where there are any.
+"""A rank of a transformer prepared like in torchtitan, as a process of torchrun, on GPUs if there are any.
 
 It prints "trained" if 20 steps are those of torch, and "loaded" if a checkpoint of tp 4 goes on at dp 2 x tp 2 as it would have.
 
@@ -135,7 +135,8 @@ def rows_of(group: hw.Group) -> slice:
 
 
 def train(group: hw.Group, device: torch.device, policy: MixedPrecisionPolicy, tolerance: float) -> None:
-    """Forward and backward compiled, with the loss of the rank's rows outside, and torch's own training of a module prepared alike."""
+    """Forward and backward compiled, with the loss of the rank's rows outside, and torch's training of a module that was prepared in the
+    same way."""
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Transformer().to(device)
@@ -174,7 +175,7 @@ class WithLoss(nn.Module):
 
 
 def load(group: hw.Group, device: torch.device, folder: str) -> None:
-    """A step of tp 4 with its optimizer is saved, and loaded by one of dp 2 x tp 2; both go on alike."""
+    """A step of tp 4 with its optimizer is saved, and loaded by one of dp 2 x tp 2; both continue equally."""
     torch.manual_seed(1)
     whole, given, of_all = Transformer().to(device), batches(4, device, rows_of(group)), batches(4, device)
     meshes = [

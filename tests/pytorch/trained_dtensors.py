@@ -1,4 +1,4 @@
-"""A module of DTensors that the ranks of torchrun train, on GPUs where there are any, as torch trains it on one device."""
+"""A module of DTensors that the ranks of torchrun train, on GPUs if there are any. torch trains it on one device for comparison."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
         w, b, x = own(W, rank, ranks, 1), B.copy(), own(X, rank, ranks, 0)
         mine, others = program.bind(w=w, b=b), program.bind(w=2 * w, b=b)
         for scale in (1, 3):
-            b *= scale  # a call reads what is there
+            b *= scale  # a call reads the current contents
             want = own(X @ W + scale * B, rank, ranks, 0)
             np.testing.assert_array_equal(mine(x), want)
             np.testing.assert_array_equal(mine(x=x, out=np.empty_like(want)), want)

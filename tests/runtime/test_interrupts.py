@@ -29,7 +29,7 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """A signal to the process alone is what Jupyter sends; one to its group, which also reaches compilers, is what a terminal sends."""
+    """A signal to the process alone is what Jupyter sends; a terminal sends the signal to the group, which also reaches compilers."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr

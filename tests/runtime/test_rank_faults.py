@@ -1,4 +1,4 @@
-"""Faults in groups: ranks that fail, are late, leave, or make other calls than the others."""
+"""Faults in groups: ranks that fail, are late, leave, or make different calls."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_rank_that_leaves() -> None:
 
 
 def test_the_process_that_keeps_the_store_is_killed() -> None:
-    """Rank 1 reports it, gives up the group, and becomes a world of its own."""
+    """Rank 1 reports it, gives up the group, and becomes a separate world."""
     script = """
 import os, subprocess, sys
 import hostweave as hw

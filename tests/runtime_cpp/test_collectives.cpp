@@ -304,7 +304,7 @@ TEST(sends_outside_a_group_block) {
 }
 
 TEST(ordered_launches_find_deadlocks_across_streams) {
-  // The ranks issue the two transfers in opposite orders, each on a stream of its own: they meet if the streams are
+  // The ranks issue the two transfers in opposite orders, each on a separate stream: they meet if the streams are
   // independent, and wait for each other if a communicator launches in issue order.
   const auto program = [](int r, ncclComm_t comm) {
     const Buffer a(1), b(1);

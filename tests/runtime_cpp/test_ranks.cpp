@@ -179,7 +179,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   }
   OK(cudaStreamSynchronize(stream));
   const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
-    float* const first = r == 0 ? *x[1] : *y[r];  // what the second call finds on device 0 if it looks late
+    float* const first = r == 0 ? *x[1] : *y[r];  // the value that the second call finds on device 0 if it looks late
     return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
   };
   for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());

@@ -196,7 +196,7 @@ def test_names_are_the_users() -> None:
 
 
 def test_memory_is_held_from_allocate_to_deallocate() -> None:
-    """x and y have 4 MB each; a has 4 MB of its own memory until b exists."""
+    """x and y have 4 MB each; a has 4 MB of memory until b exists."""
     host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
   %a = allocate f32[M, M]
   copy %x -> %a

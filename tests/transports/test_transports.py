@@ -75,7 +75,7 @@ def test_a_group_is_of_one_transport() -> None:
 
 def test_a_send_waits_for_its_recv_where_they_are_a_rendezvous() -> None:
     program = host_text.parse(HEAD + "send %x to 1 - rank.x on x\nrecv %y from 1 - rank.x on x\n}\n")
-    with pytest.raises(ProgramError, match="none of them can go on"):
+    with pytest.raises(ProgramError, match="none of them can proceed"):
         check(program)
     check(by_mail(program, "x"))
 

@@ -2,7 +2,7 @@
 
 An allocate in a stream block is one buffer per stream; elsewhere it is one buffer. It lives until its deallocate, or to the end of its
 body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes. Until streams are
-joined, only the same stream may reuse the bytes of its own buffer.
+joined, only the stream of a buffer may reuse its bytes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of a stream. The first task of the caller's stream stands for all work before the call."""
+    """The `number`-th operation of a stream. The first task of the caller's stream represents all work before the call."""
 
     operation: Operation
     stream_id: int

@@ -52,8 +52,9 @@ class MatchedCollective:
 def meetings(instances: Instances) -> list[MatchedCollective]:
     """All transfers of one call.
 
-    Raises ProgramError for a send without a recv of its count and dtype, for a recv without a send, and likewise for signals and waits.
-    Also raises ProgramError if the collectives of a process group differ between ranks in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for a send without a recv of its count and dtype, or for a recv without a send. The same applies to signals and
+    waits. Also raises ProgramError if the collectives of a process group differ between ranks in kind, order, count, dtype, reduction or
+    root.
     """
     program = instances.program
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # by channel, sender, receiver and number

@@ -1,4 +1,4 @@
-"""`hostweave bench`: the scripts of benchmarks/, each in a process of its own."""
+"""`hostweave bench`: the scripts of benchmarks/, each in a separate process."""
 
 import ast
 import subprocess

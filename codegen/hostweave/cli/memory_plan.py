@@ -82,7 +82,7 @@ class ArenaEvents:
         return slice(self.count - count, self.count)
 
     def allocate(self, own: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """For buffers of these sizes in bytes; -1 stands for the workspace of matmuls."""
+        """For buffers of these sizes in bytes; -1 means the workspace of matmuls."""
         self.events.append((3 if in_window else 0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, own: slice) -> None:

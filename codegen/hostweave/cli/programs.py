@@ -58,7 +58,7 @@ def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
     """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind.
 
-    `seeds:NAME` is in examples/seeds.py of the package; its other examples work alike.
+    `seeds:NAME` is in examples/seeds.py of the package; its other examples have the same form.
     """
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):

@@ -40,7 +40,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
       2 a n. No more than b = 512 are. The errors of n / b sums of b are as independent as these are: 2 a b sqrt(n / b);
     - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
       sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
-    - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n);
+    - a result near zero inherits the rounding of the cancelled terms: 4 u sqrt(n);
     - scores of a softmax are sums of m products, times a scale c: they err by 2 a m c. A weight exp(score) errs by as much of itself,
       a mean by such weights by no more, and a sum of n such means by 2 a m c sqrt(n).
     """
@@ -100,7 +100,7 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
 
 
 def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> float:
-    """Returns the m c of `tolerance` for the softmax in an op: 0 where there is none."""
+    """Returns the m c of `tolerance` for the softmax in an op: 0 if there is none."""
     operands = operand_types(op, types)
     lengths = [operands[operand].shape[dim].bind(sizes) for operand, dim in OPS[op.kind].scores_add_up]
     if not lengths:

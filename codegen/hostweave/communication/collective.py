@@ -123,7 +123,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
         collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
 
 
-# --- gathers that keep shards apart -----------------------------------------------------------------------------------
+# --- gathers that keep shards separate -----------------------------------------------------------------------------------
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:

@@ -85,7 +85,7 @@ class Overlap:
     size: float
     products: tuple[Computed, ...]
     rows: bool = True
-    computed: bool = False  # the gathered operand lies in memory of the program, so peers can read it
+    computed: bool = False  # the gathered operand is in memory of the program, so peers can read it
     beside: float = 0.0  # seconds of other ops that overlap with the communication outside of a loop
     goes_on: bool = False  # the consumer of the sum adds up the terms that were put here, in its own kernel
     around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and with chunks
@@ -105,7 +105,7 @@ class Overlap:
         """Seconds in a loop of `chunks` chunks, of which `own` need no transfer.
 
         Other chunks take `transfer` seconds each, times `slower` next to matmuls. The matmuls are slower by up to a factor `beside`.
-        `added` is the time of the kernel that sums what has landed.
+        `added` is the time of the kernel that sums the received blocks.
         """
         others = chunks - own
         here, there = (sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False))

@@ -12,7 +12,7 @@ of two ranks becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the operand of a gather lies in no window, as an input, it is put to its place on the peers:
+If the operand of a gather is not in a window, such as an input, ranks put it to its place on the peers:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
@@ -24,7 +24,7 @@ Each rank signals before it waits, so ranks cannot block each other. It waits fo
 signal may be given only after its receiver has waited for the previous one.
 
 In a reduction a rank gets the others' terms of its part, and a kernel adds them to its own term in place. For small tensors each rank gets
-all terms and sums them in rank order, so all ranks round alike.
+all terms and sums them in rank order, so all ranks round equally.
 """
 
 from collections.abc import Callable
@@ -183,11 +183,11 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is all of an allocation that lies in a window, or will. A part could have another offset on a peer."""
+        """True if the buffer is a whole allocation that is in a window, or will be. A part could have another offset on a peer."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """Returns `src` if it lies in a window, or else a copy of it."""
+        """Returns `src` if it is in a window, otherwise a copy of it."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])

@@ -78,8 +78,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with one block per rank outermost, or `full` if it has this layout. If `block` is None, the ranks get a dim of their
-    own."""
+    """View of `full` with one block per rank outermost, or `full` if it has this layout. If `block` is None, the ranks get a separate
+    dim."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

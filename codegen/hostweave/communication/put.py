@@ -62,7 +62,7 @@ class PutGather(_Loop):
                 self.wait(self.landing)
 
     def take_landing(self) -> bool:
-        """Chooses the landing memory. Returns True if shards land where they are used, and False if they must be copied from a landing
+        """Chooses the landing memory. Returns True if shards arrive at their final place, and False if they must be copied from a landing
         buffer."""
         b, value, dim = self.b, self.op.result, self.op.result.walked.dim
         self.values.take_chunks(self.op, self.own)

@@ -1,4 +1,4 @@
-"""Schedule ring: each rank forwards to the next rank what it received from the previous one."""
+"""Schedule ring: each rank forwards the block of the previous rank to the next one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ class _PassedOn(_Ring):
         """Buffer for the chunk that the neighbour sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name == self.op.result.name:  # shards lie one behind another
+        if name in values.by_step and name == self.op.result.name:  # shards are consecutive
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(

@@ -3,7 +3,7 @@
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p of all_gathers. A schedule tells which reshards it fits and what it costs. Its `Lowering` emits the instructions before
+uses schedule p2p of all_gathers. A schedule states the reshards that it fits, and its cost. Its `Lowering` emits the instructions before
 the loop, in a step, and after the loop.
 """
 
@@ -33,7 +33,7 @@ class Schedule:
 
     name: str  # the user's `algorithm=`
     kind: str
-    lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]  # pairs of what a channel must carry and the lowering to use
+    lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]  # pairs of requirements for a channel and the lowering to use
     rotation: str | None = None  # the block that a rank takes first
     most_streams: int | None = None  # largest number of streams for the iterations; None means the limit of the options
     tried: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
@@ -71,7 +71,7 @@ class Lowering:
     """Lowering of the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
 
     needs_count: ClassVar[bool] = False  # only for a known number of steps; of the reductions only sums
-    multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to what the buffer holds
+    multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to the contents of the buffer
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, in_loop: Set[str], reduction: TermReduction):
         """`in_loop` holds the names of values that ops of the loop compute."""

@@ -1,4 +1,4 @@
-"""List of all schedules of chunk loops, filtered by what options allow."""
+"""List of all schedules of chunk loops, filtered by the options."""
 
 from collections.abc import Iterable, Iterator
 

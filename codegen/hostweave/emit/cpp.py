@@ -82,7 +82,7 @@ class CppExprPrinter:
 
     `sizes` maps symbolic sizes to C++ names, in the order in which a product lists them. `multiples` holds known divisors of
     sizes, so that `M/8*K` is written `M / 8 * K`. `variables` holds the C++ names of loop indices, and `coordinates` those of
-    this rank's coordinates, by mesh and axis. The axis `""` stands for the rank's number. Expressions refer to the axes of
+    this rank's coordinates, by mesh and axis. The axis `""` denotes the rank's number. Expressions refer to the axes of
     `mesh`.
     """
 

@@ -162,7 +162,7 @@ class Emitter:
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        """Returns True if all buffers lie in the program's own windows, which are registered with its channels."""
+        """Returns True if all buffers are in the program's windows, which are registered with its channels."""
         return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---

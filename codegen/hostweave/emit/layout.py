@@ -55,7 +55,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Patterns of (head, rest on a line of its own), with the steps of indentation: bodies of conditions, kernels, initialisers.
+# Patterns of (head, rest on a separate line), with the steps of indentation: bodies of conditions, kernels, initialisers.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),

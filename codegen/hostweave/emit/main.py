@@ -55,7 +55,7 @@ class SampleTensor:
 
 
 class TensorsInTurn:
-    """Array of structs that hold the tensors of groups that are passed in turn."""
+    """Array of structs that hold the tensors of groups."""
 
     def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
         fields = CppNames()
@@ -73,7 +73,7 @@ class TensorsInTurn:
 
 
 class Reference:
-    """Reference for the results: the same computation on one device, emitted as a program of its own.
+    """Reference for the results: the same computation on one device, emitted as a separate program.
 
     The tolerance follows from the coarsest of `dtypes` and of the matmul precisions, because both programs round in different
     orders.

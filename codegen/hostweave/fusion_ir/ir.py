@@ -59,7 +59,7 @@ ROTATIONS = ("local_first", "local_last")
 class Stream:
     """The dim of a value that the chunks of a loop cut, and `algorithm`, the schedule of its reshard, such as p2p or put.
 
-    `choose_overlap` puts the value into a `ChunkLoop`. Before, the stream also says what the loop shall be:
+    `choose_overlap` puts the value into a `ChunkLoop`. Before that, the stream also states the loop:
 
     - `chunks` is the number of iterations. None is one iteration per index, which drops the dim inside the loop.
     - `chunking` is the chunking of the loop. None if it has not been chosen yet.
@@ -87,8 +87,8 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `pinned` values have a sharding that the user stated, which no pass may change. The communication of `is_async` values runs on a stream
-    of its own, overlapped with independent ops. `transport` overrides the transport of that communication. An input may be a `group`.
+    `pinned` values have a sharding that the user stated, which no pass may change. The communication of `is_async` values runs on a
+    separate stream, overlapped with independent ops. `transport` overrides the transport of that communication. An input may be a `group`.
     """
 
     name: str

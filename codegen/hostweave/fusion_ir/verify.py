@@ -69,7 +69,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks that each tensor of a group stands alone: ops repeat over it or select one, and no shard of the depth is anywhere."""
+    """Checks that each tensor of a group is passed separately: ops repeat over it or select one, and no shard of the depth is anywhere."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.values()[name].type.dims[:1]

@@ -1,6 +1,6 @@
 """Builder of host programs: unique names, types of views, nested bodies. Omits identity views and shares equal ones.
 
-While `mesh` is set, only its ranks execute what is emitted. Consecutive instructions of one mesh share an `on` body.
+While `mesh` is set, only its ranks execute the emitted instructions. Consecutive instructions of one mesh share an `on` body.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Builder:
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
-        self.mesh: Mesh | None = None  # ranks that execute what is emitted; None: all ranks of the program
+        self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
         self.hoists_views = True  # views may leave the loop that is being built; False in a loop of several meshes
         # during an asynchronous communication, collects copies that need not delay the next one
         self.aside: list[tree.Instruction] | None = None
@@ -110,7 +110,7 @@ class Builder:
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Prefers a transport for what is emitted. "" keeps the usual preference."""
+        """Prefers a transport for the emitted instructions. "" keeps the usual preference."""
         outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
         self.transports = outer
@@ -158,7 +158,7 @@ class Builder:
 
     @property
     def present_mesh(self) -> Mesh:
-        """Mesh of the ranks that execute what is emitted."""
+        """Mesh of the ranks that execute the emitted instructions."""
         return self.mesh or self._program
 
     def carrying(self, *needs: Set[str]) -> Transport:

@@ -40,8 +40,8 @@ MAX_WORDS = 3  # largest number of ops that a kernel's name lists
 class Parameter:
     """An input or output, with its global type. Each rank holds the part that HostProgram.local_type gives.
 
-    An output may lie in the memory of a donated input with the same dims, in any order, and overwrites it. A parameter in a window lies in
-    memory that all ranks share, at the same offset on each, so peers can read and write it.
+    An output may use the memory of a donated input with the same dims, in any order, and overwrites it. A parameter in a window is in
+    memory that all ranks share, at the same offset on each, so peers can access it.
     """
 
     name: str
@@ -193,7 +193,7 @@ class HostProgram:
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
     uneven: tuple[str, ...] = ()  # sizes that need not divide evenly: a rank holds `local(M, x)` of M, not `M/8`
-    functions: tuple[Function, ...] = ()  # callees stand before callers
+    functions: tuple[Function, ...] = ()  # callees precede callers
     user_kernels: tuple[UserKernel, ...] = ()
     choices: tuple[Choice, ...] = ()  # the compiler's choices of ways to communicate
 
@@ -287,7 +287,7 @@ class HostProgram:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """Names of the inputs and outputs that lie in windows."""
+        """Names of the inputs and outputs that are in windows."""
         return tuple(p.name for p in (*self.inputs, *self.outputs) if p.in_window)
 
     @analysis

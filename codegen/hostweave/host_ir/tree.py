@@ -1,6 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-The role of a field says what the instruction does to the named buffer or event. Traits are class variables or properties.
+The role of a field is the effect of the instruction on the named buffer or event. Traits are class variables or properties.
 """
 
 from __future__ import annotations

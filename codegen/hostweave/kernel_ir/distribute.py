@@ -36,7 +36,7 @@ TILE_THREADS, MOST_THREADS = 512, 1024  # threads per block tile
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
-    """Chooses what a thread, a block or a cluster computes."""
+    """Chooses the part that a thread, a block or a cluster computes."""
     chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=(MOST_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)

@@ -6,8 +6,8 @@ gets
 
     outside: %s, %r
 
-A thread computes them once per row. In a pointwise kernel they are equal for all elements of a vector. Nothing is hoisted if each
-element of a vector has an accumulator of its own.
+A thread computes them once per row. In a pointwise kernel they are equal for all elements of a vector. Nothing is hoisted if each element
+of a vector has a separate accumulator.
 """
 
 from dataclasses import replace

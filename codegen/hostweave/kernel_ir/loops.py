@@ -1,4 +1,4 @@
-"""IR of a kernel as loops, between its ops and its C++. Passes fill it in from top to bottom; its text shows what is decided.
+"""IR of a kernel as loops, between its ops and its C++. Passes fill it in from top to bottom; its text shows the decisions.
 
 loops @normed {
   keep i in M
@@ -78,7 +78,7 @@ class Walk:
 class Loops:
     """Loops over the dims that a kernel keeps, and inside them loop nests over the dims that it reduces.
 
-    A place is an input, a result in memory (see `stored`), or the key of an index value. `outer` is the size that OUTERMOST stands for.
+    A place is an input, a result in memory (see `stored`), or the key of an index value. `outer` is the size that OUTERMOST denotes.
     """
 
     kernel: ir.Kernel
@@ -147,7 +147,7 @@ class Loops:
 
     @property
     def has_wide_totals(self) -> bool:
-        """True if the reduction keeps the vectorised dim, so that each vector element has an accumulator of its own."""
+        """True if the reduction keeps the vectorised dim, so that each vector element has a separate accumulator."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
     @property
@@ -197,7 +197,7 @@ class Loops:
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
-        """Returns True if what has these indices differs between iterations of the innermost loop."""
+        """Returns True if a value with these indices differs between iterations of the innermost loop."""
         if self.reduced:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)

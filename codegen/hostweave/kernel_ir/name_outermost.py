@@ -33,5 +33,5 @@ def name_outermost(loops: Loops, machine: Machine) -> Loops:
 
 
 def named_sizes(loops: Loops) -> dict[Factor, Size]:
-    """Size that the parameter stands for, by its atom."""
+    """Size that the parameter denotes, by its atom."""
     return {OUTERMOST: loops.outer} if loops.outer else {}

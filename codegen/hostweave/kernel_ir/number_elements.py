@@ -6,7 +6,7 @@ gets
 
     number elements by Index
 
-which is 32 or 64 bits at run time. It matters only where the number of an element is taken apart.
+which is 32 or 64 bits at run time. The type matters only if a kernel decomposes the number of an element into indices.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""All passes from a kernel to its loops, in order. Each pass is a function in a file of its own name."""
+"""All passes from a kernel to its loops, in order. Each pass is a function in a file of the same name."""
 
 from collections.abc import Callable, Sequence
 

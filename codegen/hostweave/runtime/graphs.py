@@ -15,7 +15,7 @@ CALLS_PER_NEW_ARRAY = 8  # one in so many calls may have new arrays
 class CommonGraphs:
     """Agreement of all ranks, for `Options(graph="auto")`, to run calls as graphs. Used if ranks signal each other.
 
-    Signals of graphs are counted separately from those of calls, so all ranks must decide alike. A rank only knows if its own
+    Signals of graphs are counted separately from those of calls, so all ranks must decide the same. A rank only knows if its own
     arrays repeat, but all ranks make the same calls. So the ranks meet before calls 3, 5, 9, 17 and so on. Each says if nearly
     all of its calls since the last meeting used arrays that it had seen. If all ranks do, calls are graphs until the next meeting;
     a rank captures a new graph for new arrays. Otherwise they are plain calls until then.
@@ -49,8 +49,8 @@ class CommonGraphs:
 class Captured:
     """A call with fixed arrays, captured as a CUDA graph. `Program.capture` makes it.
 
-    Calling it recomputes `outputs` from the current values of its input arrays. Each call writes the same memory. So several
-    threads must take turns: put the call, and all use of its inputs and outputs, inside `with step:`.
+    Calling it recomputes `outputs` from the current values of its input arrays. Each call writes the same memory. So one thread at a time
+    may use it: put the call, and all use of its inputs and outputs, inside `with step:`.
 
     Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
     """

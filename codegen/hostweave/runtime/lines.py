@@ -33,7 +33,7 @@ def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
 
 @cache
 def _users_lines(file_of_module: str) -> dict[int, str]:
-    """The user's line of each line of the program beside a module: the line in the comment above it. A comment applies until the next empty
+    """The user's line for each line of a module's program.cpp: the line in the comment above it. A comment applies until the next empty
     line."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()

@@ -128,7 +128,7 @@ class LocalProgram:
         return stand_of(self.host.name, native.progress(), native.standstill(), self.module)
 
     def close(self) -> None:
-        """Frees what the program holds on the rank, after the current call."""
+        """Frees the program's resources on the rank, after the current call."""
         self._staged = self.native = self._member = None
         self.arguments.tables.clear()
 

@@ -82,7 +82,7 @@ def from_note(note: str) -> list[Stand]:
 
 
 def describe(ranks: Sequence[list[Stand] | None]) -> list[str]:
-    """Lines of a report on the positions of all ranks, by rank. None stands for a rank that does not answer."""
+    """Lines of a report on the positions of all ranks, by rank. None means that a rank does not answer."""
     lines = []
     for rank, stands in enumerate(ranks):
         if stands is None:

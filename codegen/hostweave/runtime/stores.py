@@ -206,7 +206,7 @@ class TcpStore:
     """Client of the server, for any process. Each waiting thread has its own connection."""
 
     def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
-        """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
+        """Tries one address after another until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self.idle: list[socket.socket] = []

@@ -76,7 +76,8 @@ def play(ranks: list[list[SimulatedTask]]) -> None:
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Tasks of one rank. Each follows the last one on its stream, its dependencies, and the last communication if these take turns."""
+    """Tasks of one rank. Each follows the last task on its stream, its dependencies, and the last communication if communications are
+    serialised."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
     engine: dict[object, str] = {}  # that each stream used last

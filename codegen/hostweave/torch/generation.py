@@ -87,7 +87,7 @@ class Generation:
             raise ArgumentError(f"{self._name}: generate: programs write to a static cache; leave use_cache and cache_implementation out")
         if self._word not in kwargs:
             kwargs[self._word] = self._cache(self._length(inputs, kwargs))
-        self._last.pop(kwargs[self._word], None)  # parameters may be other tensors than in the last call
+        self._last.pop(kwargs[self._word], None)  # parameters may have been replaced since the last call
         kwargs |= {"use_cache": True, "disable_compile": True}
         return self._stand_in.generate(inputs, **kwargs)
 

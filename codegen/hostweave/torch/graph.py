@@ -63,7 +63,7 @@ class Graph:
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # shardings in which parameters are used
     results: list[AxesOfDims | None] | None = None  # shardings of outputs; None for an inferred one, or for all as in the plan
     labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
-    spec: Any = None  # PyTorch's description of what the module returns
+    spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # names of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
@@ -75,7 +75,7 @@ class Graph:
     checks: list[Node] = field(default_factory=list)  # nodes whose values raise an error after a call
     tokens: int = 0  # how many outputs order the checks, and come first
     is_derived_from: bool = False  # its ops are decomposed after the derivative is computed
-    traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the module that stands in for it
+    traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
 
     def __post_init__(self) -> None:

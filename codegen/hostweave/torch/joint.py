@@ -53,7 +53,7 @@ class Joint:
 
     outer: Graph  # the exported graph
     sources: list[Node]  # the nodes of `outer` that the joint graph takes
-    origins: list[Origin]  # the placeholders that `sources` stand for, then the seeds
+    origins: list[Origin]  # the meanings of `sources`, then the seeds
     results: list[Node]  # the nodes of `outer` that are computed
     differentiable: list[bool]  # which results have gradients
     whole: GraphModule  # results, then the gradients of all sources

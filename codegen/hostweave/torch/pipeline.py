@@ -563,7 +563,7 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
     """The part of a backward pass that computes these gradients, from the values `before` that the other half has computed.
 
-    Without `before` it also returns what the other half needs. Returns the names of these values, too.
+    Without `before` it also returns the values that the other half needs. Returns the names of these values, too.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

@@ -71,7 +71,7 @@ class Backend:
         if reason is not None and reason.graph_break:
             self.breaks.append((_place(reason.user_stack), reason.reason.partition("\n")[0]))
         held = self._held(graph, example_inputs)
-        with torch._guards.tracing(None):  # torch.export has a fake mode of its own
+        with torch._guards.tracing(None):  # torch.export has a separate fake mode
             return self._computes(graph, held, is_whole=_is_whole())
 
     def _held(self, graph: GraphModule, given: Sequence[Any]) -> dict[str, tuple[str, Any]]:
@@ -204,7 +204,7 @@ class _Global(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is DTensor.from_local:
             return args[0]
-        if str(target) == "tag_activation_checkpoint":  # what is saved is decided for the whole graph
+        if str(target) == "tag_activation_checkpoint":  # saved values are chosen for the whole graph
             function, *given = args
             return Interpreter(function).run(*given)
         return super().call_function(target, args, kwargs)

@@ -135,7 +135,7 @@ class Repeats:
         return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why the first layer of an exported graph cannot stand for the others: code outside uses its values or writes."""
+        """Reason why the first layer of an exported graph cannot represent the others: code outside uses its values or writes."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)
@@ -293,7 +293,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
 
 def write_out(graph: Graph, path_of: Mapping[int, str], derived: Mapping[int, int] = MappingProxyType({})) -> None:
-    """Replaces each op that stands for a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
+    """Replaces each op that represents a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
     path, and `derived` maps the number of a derivative to the number of its layer.
     """
     of_target: dict[Any, list[Any]] = {}

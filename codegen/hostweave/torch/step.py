@@ -158,7 +158,7 @@ class TrainingStep(Differentiated):
         self._added += 1
         return made[: len(self._joint.results)]
 
-    # --- what a call passes -------------------------------------------------------------------------------------------
+    # --- arguments of a call -------------------------------------------------------------------------------------------
 
     def _expect_parameters(self) -> None:
         held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}

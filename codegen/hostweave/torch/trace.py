@@ -248,9 +248,9 @@ def _source(value: Node) -> Node:
 
 
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
-    """The shardings of what layers pass to one another, as they are inferred for the program without functions.
+    """The shardings of values between layers, as inferred for the program without functions.
 
-    Of those that compute the same there are two in it; the results of the second stand for those of the others.
+    The program has two of several equal layers; the results of the second represent the results of the others.
     """
     if graph.mesh.size == 1:
         return {}
@@ -269,7 +269,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
-    """The shardings of the values of these nodes, as they are inferred for the program without functions."""
+    """The shardings of the values of these nodes, as inferred for the program without functions."""
     flat = _with_shardings(_fusion(graph, name, starts, names), options)
     types = {value.name: value.type for value in flat.values().values()}
     return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}

@@ -211,8 +211,8 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
     """Ways to do a gather or a reduce-scatter outside of loops, fastest first. Empty for other ops, or if a size is unknown.
 
-    Kernels of the collective can always do it. Copy engines can if ranks reach each other's memory: they put operands that lie in no
-    window, and get all others. Either way may keep the shards of a matmul's operand separate, which counts as one chunk per rank.
+    Kernels of the collective can always do it. Copy engines can if ranks reach each other's memory: they put operands outside of windows,
+    and get all others. Either way may keep the shards of a matmul's operand separate, which counts as one chunk per rank.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]

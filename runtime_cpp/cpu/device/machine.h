@@ -55,7 +55,7 @@ constexpr int kHost = -1;  // pseudo-device of host memory
 struct Allocation {
   std::size_t bytes;
   int device;
-  std::size_t mapped;  // bytes of its own mapping; 0 for heap memory
+  std::size_t mapped;  // bytes of its private mapping; 0 for heap memory
   int file = -1;       // file of that mapping, if other processes can map it
 };
 

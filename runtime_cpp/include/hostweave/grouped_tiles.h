@@ -30,7 +30,8 @@ struct Tile {
   Operand<T> a, b;
 };
 
-// kRows x kColumns elements of 16 bits, in chunks of 8 that are permuted so that the rows of a matrix of 8 x 8 lie in all banks.
+// kRows x kColumns elements of 16 bits, in chunks of 8 that are permuted so that the rows of a matrix of 8 x 8 are spread over
+// all banks.
 template <class T, int kRows, int kColumns>
 struct SharedTile {
   static constexpr int kChunks = kColumns / 8;

@@ -1,5 +1,5 @@
 // All-reduce inside the kernel that consumes the sum. Each rank has a term in its own memory. To a kernel the sum is an array,
-// accessed by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round alike.
+// accessed by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
 //
 // With peer access, a kernel sends its term to the others in packets of four bytes of data and the number of the exchange. A
 // reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). Packets land alternately in two

@@ -324,7 +324,7 @@ class WarpgroupProducts {
     return *reinterpret_cast<const unsigned*>(&pair);
   }
 
-  // Stores sums as they are. Four threads have the 32 bytes of eight columns.
+  // Stores sums without conversion. Four threads have the 32 bytes of eight columns.
   __device__ void store_wide(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, first = thread() / 32 % 4 * 16 + lane / 4;
     float* const to = static_cast<float*>(p_.result) + (kOuter ? tile.group * p_.result_stride : 0) +

@@ -10,7 +10,7 @@
 #include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 
-// Calls that older NCCL versions lack. A program compiles and loads without them; `prepare` reports what is missing.
+// Calls that older NCCL versions lack. A program compiles and loads without them; `prepare` reports missing requirements.
 extern "C" {
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
 typedef struct ncclWindow_vidmem* ncclWindow_t;
@@ -43,7 +43,7 @@ class WindowArena {
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
   // Like Arena::reserve. Growth of the windows is collective; all ranks of the channels reserve the same. Throws ExecutionError
-  // if NCCL lacks what the program needs.
+  // if NCCL lacks a feature that the program needs.
   void reserve(MemoryPlan& plan);
 
   // See CallOrder; orders calls of all programs on these channels.

@@ -17,7 +17,7 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# (program, what the user states, the loop, the streams of its two values)
+# (program, the user's stream, the loop, the streams of its two values)
 STATED = [
     (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),
     (GATHER, "M, 16", "16 chunks by_shard local_first", "M, p2p", "M"),
@@ -269,7 +269,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
-    """The gather stands before the loop, and a warning is printed."""
+    """The gather precedes the loop, and a warning is printed."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         {first}

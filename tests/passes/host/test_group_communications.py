@@ -106,14 +106,14 @@ def test_what_is_computed_between_them_goes_before() -> None:
         "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # one needs the other
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
         "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write one buffer
-        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes what the other reads
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes a buffer that the other reads
         "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from received data
         # overwrites sent data
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
-        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # conditions on the rank stay apart
+        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # conditions on the rank stay separate
     ],
 )
 def test_what_stays_apart(body: str) -> None:

@@ -21,7 +21,7 @@ def gated(rows: int | str) -> hw.Fusion:
 
 
 def body(rows: int | str) -> list[str]:
-    """Instructions that the pass adds; others stay where they are."""
+    """Instructions that the pass adds; others do not move."""
     added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
     return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
 

@@ -57,7 +57,7 @@ def test_two_joins() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        LOOP + "join ring\ncopy %y -> %z",  # reads what the loop wrote
+        LOOP + "join ring\ncopy %y -> %z",  # reads a result of the loop
         LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # writes it again
         LOOP + "join ring\n" + LOOP.replace("%i", "%j").replace("%y", "%z").replace("_i", "_j") + "join ring",
         LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # another stream reads it

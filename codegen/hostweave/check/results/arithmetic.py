@@ -25,7 +25,7 @@ HASHED, JOINED = LANES, DUAL  # exp is a random function, or exp of a sum the pr
 
 @cache
 def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
-    """Returns NumPy's dtype for one of ours: every float is a Real."""
+    """Returns NumPy's dtype for a dtype: every float is a Real."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 

@@ -23,7 +23,7 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-NEAR = 1e-9  # largest distance of a shadow from an integer that it stands for, because of rounding
+NEAR = 1e-9  # largest rounding error of a shadow that represents an integer
 
 
 class Apart(Exception):
@@ -311,7 +311,7 @@ def kind_of(xs: Iterable[Any]) -> type[Real]:
 
 
 def values_of(*xs: Any) -> list[Any]:
-    """Returns the values of integers and bools. Python's numbers stay as they are, because they have no dtype."""
+    """Returns the values of integers and bools. Python's numbers do not change, because they have no dtype."""
     known = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
     arrays = iter(aligned([x for x in known if isinstance(x, Lanes)]))
     return [next(arrays).value if isinstance(x, Lanes) else x for x in known]

@@ -278,7 +278,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Rows of experts [R, rows, H] as [R, T, k, H]: each rank has those of its own choices, and zeros for others."""
+    """Rows of experts [R, rows, H] as [R, T, k, H]: each rank has the values of its choices, and zeros for others."""
     own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 

@@ -46,7 +46,7 @@ class _Run:
 
     function: Fusion
     calls: tuple[Op, ...]
-    results: tuple[Column, ...]  # of each result; "" where nothing takes it
+    results: tuple[Column, ...]  # of each result; "" if nothing uses it
     carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
     each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the stack or group of which each call takes the previous tensor
@@ -145,7 +145,7 @@ class _Repeats:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """How many of the first calls have operands in one role: carried by one result, shared, or taken in turn."""
+        """How many of the first calls have operands in one role: carried by one result, shared, or a different tensor for each call."""
         in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):

@@ -114,7 +114,7 @@ class Tensor:
         - `chunking` is `by_shard` (a chunk is one rank's shard) or `across_shards` (a slice of every shard).
         - `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or all_gather.
 
-        The compiler chooses what is omitted. Schedules by shard are those of ring collectives (Patarasuk and Yuan, 2009). If the chunks do
+        The compiler chooses omitted values. Schedules by shard are those of ring collectives (Patarasuk and Yuan, 2009). If the chunks do
         not divide the rows of a shard, the last chunk is smaller.
 
         Raises ProgramError for an input, or a dim that the op needs completely.

@@ -57,7 +57,7 @@ def kernel(
     - a tensor becomes a pointer to the rank's block of it;
     - a spec such as `hw.bf16["M@x", "N"]` becomes a pointer to an output of that type;
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
-    - a Python number is passed as it is.
+    - a Python number is passed unchanged.
 
     A tensor keeps the sharding that a spec or `reshard` states. Any other tensor is gathered first. `grid` is the number of thread blocks:
     a dim, or several whose product is taken. Each thread block has `block` threads and handles `per` of them.

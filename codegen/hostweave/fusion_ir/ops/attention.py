@@ -5,7 +5,7 @@ the required ones:
 
 - lengths, if not all keys are valid;
 - with `bias`, the bias of the scores;
-- with `packed`, the offsets of packed sequences: the start of each, and the end of the last. A row sees only keys of its own sequence.
+- with `packed`, the offsets of packed sequences: the start of each, and the end of the last. A row sees only keys of its sequence.
 
 With `blocks` the keys are cut into that many blocks, the last of which may be short or empty. Each block has a result; the blocks are the
 first dim, which is sharded like the keys. Lengths are then those of the blocks. A row that sees nothing of a block has zeros and -inf

@@ -73,7 +73,7 @@ def _unary(
 
 
 def _rounding(kind: str, doc: str, function: str) -> Unary:
-    """Defines a rounding op. `function` is the C function; ints stay as they are."""
+    """Defines a rounding op. `function` is the C function; ints do not change."""
 
     def rounded(np: Any, x: Any) -> Any:
         return x if x.dtype.kind in "iu" else getattr(np, kind)(x)

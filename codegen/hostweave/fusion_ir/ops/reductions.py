@@ -195,7 +195,7 @@ def widens(operands: DType, result: DType) -> bool:
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n). k stands for all contracted dims."""
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n). k denotes all contracted dims."""
     batch, count = op.result.type.shape[:-2], op[CONTRACTED]
     labels, inner = numbered(batch, "b"), numbered(types[0].shape[-count:], "k")
     a, b = (aligned(type.shape[: -1 - count], batch, labels) for type in types)

@@ -115,7 +115,7 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """A dim that stays keeps its label. Of dims that are split or merged, the outermost ones share a label in `outer`."""
+    """A dim that stays keeps its label. Among dims that are split or merged, the outermost ones share a label in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()

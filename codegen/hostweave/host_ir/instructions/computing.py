@@ -169,7 +169,7 @@ class Attention(_Masked):
 
     A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. The result is then 0, and its
     lse is below -1e30. `kernels` names the kernels of this package that CUDA may need: `bf16_64` for heads of up to 64 elements. f32 always
-    needs them; f16 and bf16 need them for what cuDNN lacks.
+    needs them; f16 and bf16 need them for problems that cuDNN lacks.
     """
 
     q: Read

@@ -20,14 +20,14 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input: the argument as it is now. Bytes that a result in donated memory has overwritten cannot be read by this name."""
+    """An input: the current contents of the argument. Bytes that a result in donated memory has overwritten cannot be read by this name."""
 
     syntax = "%{out} = as_given %{src}"
 
 
 @dataclass(frozen=True)
 class TakeOver(_Parameter):
-    """A result in the memory of a donated argument: what is written from now on."""
+    """A result in the memory of a donated argument: the contents that are written from now on."""
 
     syntax = "%{out} = take_over %{src}"
 

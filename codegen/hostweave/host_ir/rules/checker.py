@@ -44,7 +44,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    windows: set[str] = field(default_factory=set)  # allocations and parameters that lie in windows
+    windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
     current: tree.Instruction | None = None
     mesh: Mesh = field(init=False)  # mesh of the current `on` body, or the program's
 

@@ -1,4 +1,4 @@
-"""Chooses chunk loops: the ops that share a loop, what a chunk covers, and the schedules of its reshards.
+"""Chooses chunk loops: the ops that share a loop, the chunking, and the schedules of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)

@@ -28,8 +28,8 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces every reshard by ops of ops.RESHARD_STEPS, whose attributes state what they do. Takes the sequence that moves the fewest
-    bytes."""
+    """Replaces every reshard by ops of ops.RESHARD_STEPS, whose attributes describe them completely. Takes the sequence that moves the
+    fewest bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 

@@ -104,7 +104,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """Operand of an inserted local slice. Other values are returned as they are."""
+        """Operand of an inserted local slice. Other values are returned unchanged."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name

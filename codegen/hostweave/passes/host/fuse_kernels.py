@@ -137,7 +137,7 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if an instruction stands before a launch, or has moved there."""
+        """True if an instruction precedes a launch, or has moved there."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
@@ -411,7 +411,7 @@ def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[st
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """Gives each launch a kernel of its own, with the launch's location and its buffers' names."""
+    """Gives each launch a separate kernel, with the launch's location and its buffers' names."""
     links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}

@@ -40,7 +40,7 @@ class _Grouping:
         result: list[tree.Instruction] = []
         posted: list[tree.Instruction] = []  # communications of the next group
         behind: list[tree.Instruction] = []  # instructions after them that could move before them
-        laid: list[tree.Instruction] = []  # instructions that lay out what they receive
+        laid: list[tree.Instruction] = []  # instructions that unpack received data
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):
                 behind.append(instruction)

@@ -206,7 +206,7 @@ def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """Streams that a loop or branch forks and joins itself, on all ranks alike."""
+    """Streams that a loop or branch forks and joins itself, on every rank."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))

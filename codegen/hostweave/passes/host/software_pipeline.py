@@ -13,7 +13,7 @@
                                                         }
                                                       }
 
-If channels take turns in issue order, the all_gather of a step then overlaps with the compute of the previous step. The order on each
+If channels run in issue order, the all_gather of a step then overlaps with the compute of the previous step. The order on each
 stream and each channel stays the same. Only the issue order between them changes.
 """
 
@@ -37,7 +37,7 @@ NAMES = ("view", "index")  # roles of instructions that a body may repeat
 
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Pipelines loops whose communications take turns, if no ranks then wait for each other in a cycle."""
+    """Pipelines loops whose communications are serialised, if no ranks then wait for each other in a cycle."""
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)

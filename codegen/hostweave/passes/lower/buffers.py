@@ -247,7 +247,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Borders that a pad adds. Each element is in one border: borders of a dim lie inside the earlier dims."""
+    """Borders that a pad adds. Each element is in one border: borders of a dim exclude the borders of earlier dims."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

@@ -2,7 +2,7 @@
 
     %y: bf16[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
 
-becomes, with two buffers that take turns for what is carried from call to call, so that the last call gives it in the first of them,
+becomes, with two alternating buffers for the carried value, such that the last call writes the first of them,
 
     %y_other = allocate bf16[M, K]
     copy %x -> %y_other
@@ -13,7 +13,7 @@ becomes, with two buffers that take turns for what is carried from call to call,
       call @layer %y_before, %w_i -> %y_i
     }
 
-if `depth` is odd. Nothing else depends on it.
+if `depth` is odd. Only the order of the buffers depends on it.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class RepeatLowering:
         """True if a function gives a result in the memory of an operand."""
         return bool(function.donated) and function.donated[result] == function.inputs[operand].name
 
-    # --- results that calls give in turn ---
+    # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
         """The buffer for one result of all calls. It is the buffer of a donated input, if nothing reads the input later."""
@@ -102,7 +102,7 @@ class RepeatLowering:
         later = ops[next(number for number, other in enumerate(ops) if other is op) + 1 :]
         return any(self.flow.viewed(operand) == name for other in later for operand in other.tensors)
 
-    # --- what is carried ---
+    # --- carried values ---
 
     def begin(self, op: Op, function: Fusion, source: str, pair: tuple[int, int], used: dict[int, str]) -> _Carried:
         b, type, results = self.b, self.b.types[source], len(function.outputs)
