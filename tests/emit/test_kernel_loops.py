@@ -202,9 +202,10 @@ def test_sums_of_few_terms_side_by_side_do_not() -> None:
 def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
     calls = ((hw.silu, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
     for op, call in calls:
-        text = kernels(op, x=dtype["M", 8])
-        assert call in text
-        assert ("fast" in text) == bool(prefix)
+        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also beside a result of f32
+            text = kernels(function, x=dtype["M", 8])
+            assert call in text
+            assert ("fast" in text) == bool(prefix)
 
 
 def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
@@ -228,13 +229,14 @@ def test_rows(length: int, is_known: bool, target: str) -> None:
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
     def rows(x, r, weight, bias):
         h = x + r
-        return h, hw.rms_norm(h, weight), hw.layer_norm(x, weight, bias), hw.softmax(x), hw.argmax(x, 1), hw.max(x, 1)
+        normed = h, hw.rms_norm(h, weight), hw.layer_norm(x, weight, bias), hw.softmax(x), hw.argmax(x, 1), hw.max(x, 1)
+        return *normed, *hw.quantize(hw.silu(x) * r, "row")
 
     random = np.random.default_rng(1)
     given = {name: random.standard_normal(shape).astype(bf16) for name, shape in (("x", (5, length)), ("r", (5, length)))}
     given |= {name: random.standard_normal(length).astype(bf16) for name in ("weight", "bias")}
     program = hw.compile(rows, target)
-    results = program.run(**given)
+    *results, quantized, scale = program.run(**given)
     program.close()
     x, r, weight, bias = (np.asarray(given[name], np.float64) for name in ("x", "r", "weight", "bias"))
     h = x + r
@@ -249,6 +251,56 @@ def test_rows(length: int, is_known: bool, target: str) -> None:
     )
     for result, want in zip(results, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(result, np.float64), want, rtol=2**-7, atol=1e-2 if want is not wanted[3] else 1e-6)
+    gated = x / (1 + np.exp(-x)) * r
+    largest = np.abs(gated).max(1, keepdims=True)
+    np.testing.assert_allclose(scale, largest / 448, rtol=1e-3)
+    np.testing.assert_allclose(np.asarray(quantized, np.float64) * scale, gated, rtol=2**-3.9, atol=2**-10 * largest.max() / 448)
+
+
+def test_an_expensive_value_is_computed_once() -> None:
+    text = kernels(lambda x, y: hw.quantize(hw.silu(x) * y, "row"), x=hw.bf16["M", 4096], y=hw.bf16["M", 4096])
+    assert text.count("fast_exp(") == 1
+    assert "const auto multiply_x_row = row.hold([&](const hw::Chunk j) {" in text
+    assert "row.load(" not in text
+
+
+def test_a_value_that_is_rounded_is_held_in_16_bits() -> None:
+    def gated(x):
+        h = hw.astype(hw.exp(hw.astype(x, hw.f32)), hw.bf16)
+        return h / hw.max(h, 1, keepdims=True)
+
+    text = kernels(gated, x=hw.bf16["M", 4096])
+    assert "hw::Values<hw::bf16, kWidth> h_j;" in text
+    assert text.count("fast_exp(") == 1
+
+
+def test_a_cheap_value_is_computed_again() -> None:
+    text = kernels(hw.layer_norm, x=hw.bf16["M", 4096], weight=hw.bf16[4096], bias=hw.bf16[4096])
+    assert "row.hold(" not in text
+
+
+TINY, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+ORDINARY = (1, 3, -7.7, 2.0**-100, 2.0**126, LARGEST)
+DIVISORS = np.array([*ORDINARY, -(2.0**-126), TINY, 5 * TINY, 0, -0.0, math.inf, -math.inf, math.nan], np.float32)
+
+
+def test_divisions_by_one_divisor_are_divisions(target: str) -> None:
+    @hw.fusion(x=hw.f32["M", "N"], by=hw.f32["M", 1])
+    def quotients(x, by):
+        return x / by
+
+    random = np.random.default_rng(4)
+    x = (random.standard_normal(64) * 2.0 ** random.integers(-149, 127, 64)).astype(np.float32)
+    x = np.tile(np.concatenate([x, [0, math.inf, -math.inf, math.nan, TINY, LARGEST, 1, -1]]).astype(np.float32), (len(DIVISORS), 1))
+    program = hw.compile(quotients, target)
+    result = program.run(x=x, by=DIVISORS[:, None])
+    program.close()
+    assert "const hw::Divisor by_by(by_i);" in program.sources["kernels.cu"]
+    with np.errstate(all="ignore"):
+        wanted = x / DIVISORS[:, None]
+    if target == "cpu":
+        np.testing.assert_array_equal(result, wanted)
+    np.testing.assert_allclose(result, wanted, rtol=2.0**-23, atol=2 * TINY)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])

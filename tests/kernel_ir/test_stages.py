@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rms_norm": (hw.rms_norm, {"x": hw.bf16["M", 4096], "weight": hw.bf16[4096]}),
     "norm_of_heads": (lambda x: hw.rms_norm(x), {"x": hw.bf16["M", 32, 128]}),
     "softmax": (lambda x: hw.softmax(x), {"x": hw.f32["M", "N"]}),
+    "quantized_swiglu": (lambda x, y: hw.quantize(hw.silu(x) * y, "row"), {"x": hw.bf16["M", 14336], "y": hw.bf16["M", 14336]}),
     "softmax_of_few": (lambda x: hw.softmax(x), {"x": hw.f32["M", 8]}),
     "column_sum": (lambda x: hw.sum(x, 0), {"x": hw.bf16["M", 4096]}),
     "argmax": (lambda x: hw.argmax(x, 1), {"x": hw.f32["M", "N"]}),

@@ -44,6 +44,7 @@ class KernelFacts:
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # accumulators by reduction
+        self.rows: dict[str, str] = {}  # rows of computed values that threads hold, by value
 
     @cached_property
     def used_sizes(self) -> tuple[Size, ...]:
@@ -97,7 +98,11 @@ class KernelFacts:
 
     def template(self, op: Op) -> str:
         """C++ template of an op, for the dtype of its operands."""
-        return OPS[op.kind].cpp_for(self.types[op.tensors[-1]].dtype, self.is_small) if op.tensors else ""
+        if not op.tensors:
+            return ""
+        dtype = op.result.type.dtype
+        is_fast = self.is_small or (dtype.kind == "float" and dtype.itemsize <= 2)
+        return OPS[op.kind].cpp_for(self.types[op.tensors[-1]].dtype, is_fast)
 
     def fields(self, op: Op) -> tuple[tuple[str, str], ...]:
         return OpDef.fields(self.template(op))

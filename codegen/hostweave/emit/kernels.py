@@ -50,7 +50,7 @@ class EmittedKernel:
         packed = [pointer for name, pointer in of.pointers.items() if name in of.ir.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
-        held = sorted(of.ir.held, key=lambda name: name in of.terms)  # terms that other ranks send come last
+        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms that other ranks send come last
         rows = ((of.elements(name), of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
         # Declarations of decomposed indices and of held rows.

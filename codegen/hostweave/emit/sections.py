@@ -26,6 +26,7 @@ class Section:
         self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
         self.texts: dict[str, str] = {}  # C++ by value
         self.loads: dict[str, str] = {}  # input -> local variable with its vector
+        self.own = ""  # held value that this section computes
         # Statements in order: vector loads, statements per element, vector stores.
         self.begin: list[str] = []
         self.lines: list[str] = []
@@ -65,6 +66,32 @@ class Section:
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(place))}, {local});")
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
+
+    def row(self, name: str) -> str:
+        """Row of a computed value that threads hold. It is computed where it is first needed, outside the loops."""
+        kernel, chunk = self.kernel, self.kernel.loops.names[self.kernel.ir.along]
+        assert self.outer is not None
+        if name not in kernel.rows:
+            lines = Section(kernel, self.outer, kernel.ir.width).computed_row(name)
+            kernel.rows[name] = Word(kernel.names.of(f"{name}_row", f"row of {name}"))
+            head = f"const auto {kernel.rows[name]} = {kernel.loops.row}.hold([&](const hw::Chunk {chunk}) {{"
+            self.outer.lines += [head, *lines, "});"]
+        return kernel.rows[name]
+
+    def computed_row(self, name: str) -> tuple[str, ...]:
+        """Statements that compute and return a vector of a row."""
+        self.own, kernel = name, self.kernel
+        value, dtype = self.value(name), kernel.types[name].dtype
+        local = kernel.names.of(f"{name}_{kernel.loops.names[kernel.ir.along]}", f"elements to hold of {name}")
+        element = dtype.cpp if kernel.ir.is_rounded(name) else compute_type(dtype)
+        self.begin.append(f"hw::Values<{element}, kWidth> {local};")
+        self.adds.append(f"{local}[{kernel.loops.lane}] = {f'{element}({value})' if kernel.ir.is_rounded(name) else value};")
+        self.stores.append(f"return {local};")
+        return self.taken()
+
+    def is_held(self, name: str) -> bool:
+        """True if this section reads a computed value from a row that threads hold."""
+        return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
         """Stores an element of an update at the indices that its operands give, if this rank holds that row."""
@@ -111,7 +138,7 @@ class Section:
     def operands(self, name: str) -> Iterator[str]:
         """Operands of a value, if all are in this scope and the value is an expression of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
-        if op and OPS[op.kind].cpp and op.kind not in COUNTED:
+        if op and OPS[op.kind].cpp and op.kind not in COUNTED and not self.is_held(name):
             yield from (o for o in op.tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
@@ -159,6 +186,9 @@ class Section:
         if name in self.kernel.pointers:
             element = self.element(name)
             return (f"float({element})" if _is_small_float(dtype) else element), True
+        if self.is_held(name):
+            element = f"{self.row(name)}[{self.kernel.loops.names[self.kernel.ir.along]}][{self.kernel.loops.lane}]"
+            return (f"float({element})" if self.kernel.ir.is_rounded(name) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op)
@@ -213,7 +243,17 @@ class Section:
         if not OPS[op.kind].cpp:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
+        if self.outer and OPS[op.kind].prepared and op.operands[-1] in self.kernel.ir.prepared:
+            texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
+
+    def prepared(self, op: Op) -> str:
+        """Local variable with the last operand of an op in its prepared form."""
+        name = op.tensors[-1]
+        if (key := f"{name} prepared") not in self.texts:
+            self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
+            self.lines.append(f"const {OPS[op.kind].prepared} {self.texts[key]}({self.value(name)});")
+        return self.texts[key]
 
     def place(self, op: Op) -> tuple[str, str]:
         """Index at which an op reads its operand, and the condition that this rank holds it.

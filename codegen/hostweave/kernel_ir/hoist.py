@@ -6,12 +6,13 @@ gets
 
     outside: %s, %r
 
-A thread computes them once per row. In a pointwise kernel they are equal for all elements of a vector. Nothing is hoisted if each element
-of a vector has a separate accumulator.
+A thread computes them once per row. A divisor among them is prepared once, which makes the divisions cheap. In a pointwise kernel
+they are equal for all elements of a vector. Nothing is hoisted if each element of a vector has a separate accumulator.
 """
 
 from dataclasses import replace
 
+from hostweave.fusion_ir.ops import OPS
 from hostweave.kernel_ir.loops import Loops
 from hostweave.types.machine import Machine
 
@@ -21,4 +22,7 @@ def hoist(loops: Loops, machine: Machine) -> Loops:
     if loops.takes_lanes or loops.has_wide_totals:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))
-    return replace(loops, outside=tuple(name for name in values if not loops.are_inside(loops.space.indices[name])))
+    outside = tuple(name for name in values if not loops.are_inside(loops.space.indices[name]))
+    last = (op.operands[-1] for op in loops.kernel.ops if OPS[op.kind].prepared and op.result.name not in outside)
+    prepared = tuple(dict.fromkeys(name for name in last if isinstance(name, str) and name in outside and loops.is_f32(name)))
+    return replace(loops, outside=outside, prepared=prepared)

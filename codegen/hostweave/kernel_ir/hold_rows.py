@@ -1,4 +1,4 @@
-"""Splits rows evenly over threads, which hold a row in registers if several walks read it or if a late walk would wait for it.
+"""Splits rows evenly over threads, which hold a row in registers if several walks use it or if a late walk would wait for it.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -9,16 +9,19 @@ becomes
 
     distribute: a block shares a row, 512 threads
     hold %x, %weight
+
+A value that several walks use is computed once and held, if it is expensive. Then its operands are not held for the later walks.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, COUNTED, Loops, Walk
+from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
 WARP = 32  # threads
@@ -29,45 +32,79 @@ EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first 
 HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # maximum number of held rows of unknown length: hw::kRowAccesses accesses each
 LATE_BYTES = 16 << 10  # maximum bytes of rows that a block prefetches; they occupy registers
+EXPENSIVE = 16  # cost per element, in additions, from which a value is held
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
     """Chooses the threads of a row and the rows that they hold."""
     if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
-    reads = [list(dict.fromkeys(_reads(loops, walk))) for walk in loops.walks]
+    shared = _shared(loops, ())
+    held = (rows for values in (_expensive(loops), ()) for rows in _held(loops, values, prefetches=bool(shared.threads)) if rows)
+    return next((candidate for rows in held if (candidate := _shared(loops, rows)).has_rows), shared)
+
+
+def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[tuple[str, ...]]:
+    """Rows to hold besides these values, the preferred ones first."""
+    reads, computed = [], set[str]()
+    for walk in loops.walks:
+        needed = _needed(loops, _roots(walk), computed)
+        reads.append([name for name in needed if name in loops.packed])
+        computed |= {name for name in needed if name in values}
     times = Counter(name for names in reads for name in names)
-    again = [name for name, count in times.items() if count > 1]
-    shared, late = _shared(loops, ()), list[str]()
-    for one in (name for names in reads[1:] for name in names if times[name] == 1 and shared.threads):
+    again, late = [name for name, count in times.items() if count > 1], list[str]()
+    for one in (name for names in reads[1:] for name in names if times[name] == 1 and prefetches):
         of_rows = int(loops.along.size) * sum(loops.memory[name].dtype.itemsize for name in (*late, one))
         late += [one] if of_rows <= LATE_BYTES else []
-    held = (_shared(loops, names) for names in ((*again, *late), tuple(again)) if names)
-    return next((candidate for candidate in held if candidate.has_rows), shared)
+    yield from ((*again, *late, *values), (*again, *values))
 
 
-def _reads(loops: Loops, walk: Walk) -> Iterator[str]:
-    """Inputs of which a walk reads vectors, in order."""
+def _expensive(loops: Loops) -> tuple[str, ...]:
+    """Values that an earlier walk computes too and that are expensive. A conversion to a wider type is left to each walk."""
     made = {op.result.name: op for op in loops.kernel.ops}
+    found, before = list[str](), set[str]()
+    for walk in loops.walks:
+        now = [name for name in _needed(loops, _roots(walk)) if name in made]
+        used = (*_roots(walk), *(operand for name in now if name not in before for operand in _operands(made[name])))
+        for name in dict.fromkeys(used):
+            if name in before and name in now:
+                while made[name].kind == "astype" and not loops.is_rounded(name) and made[name].tensors[0] in made:
+                    (name,) = made[name].tensors
+                cost = sum(OPS[made[one].kind].cost for one in _needed(loops, (name,)) if one in made)
+                found += [name] if cost >= EXPENSIVE else []
+        before.update(now)
+    return tuple(dict.fromkeys(found))
 
-    def operands(op: Op) -> tuple[str, ...]:
-        return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
-    waiting = [*walk.stores[::-1], *(op.tensors[0] for op in reversed(walk.reductions))]
+def _roots(walk: Walk) -> tuple[str, ...]:
+    """Values that a walk reduces or stores."""
+    return (*(op.tensors[0] for op in walk.reductions), *walk.stores)
+
+
+def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
+    """These values and those in the innermost loop that they are computed from, in order. Does not look behind `computed`."""
+    made = {op.result.name: op for op in loops.kernel.ops}
+    found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
         name = waiting.pop()
-        if name in made and name not in loops.outside:
-            waiting.extend(reversed(operands(made[name])))
-        elif name in loops.packed and name not in loops.outside:
-            yield name
+        if name not in found and name not in loops.outside and name not in computed:
+            found[name] = None
+            waiting.extend(reversed(_operands(made[name]) if name in made else ()))
+    return list(found)
+
+
+def _operands(op: Op) -> tuple[str, ...]:
+    """Operands whose elements an op uses."""
+    return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     """The loops with rows that are split over threads that hold these ones. Rows of unknown length are held if they may fit."""
-    threads = _threads_of_row(int(loops.along.size) // loops.width, len(held)) if loops.along.size.is_int else 0
+    accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
+    threads = _threads_of_row(int(loops.along.size) // loops.width, accesses) if loops.along.size.is_int else 0
     if threads:
         return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held)
-    return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < len(held) <= HELD_ROWS else loops
+    return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
 
 
 def _threads_of_row(accesses: int, held: int) -> int:

@@ -27,7 +27,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, row_major
+from hostweave.types.tensor import BufferType, DType, row_major
 
 ZERO, ONE = Size(0), Size()
 COUNTED = ("index", "start")  # ops that use only the size of their second operand
@@ -94,7 +94,8 @@ class Loops:
     threads: int = 0  # per block, or threads that share a row of known length; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside the innermost loop
-    held: tuple[str, ...] = ()  # inputs whose rows threads hold in registers
+    prepared: tuple[str, ...] = ()  # those among them by which the innermost loop divides
+    held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of the number of an element; Index is 32 bits if the elements fit
 
     # --- facts of the ops ---
@@ -124,6 +125,25 @@ class Loops:
     def calls_lanes(self) -> bool:
         """True if the kernel gathers or scatters by indices that are data."""
         return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
+
+    def dtype(self, name: str) -> DType:
+        """Dtype of an input or of a value."""
+        given = (p.type.dtype for p in self.kernel.inputs if p.name == name)
+        return next(given, None) or next(op.result.type.dtype for op in self.kernel.ops if op.result.name == name)
+
+    def is_f32(self, name: str) -> bool:
+        """True if the kernel computes with this input or value in f32."""
+        return self.dtype(name).kind == "float" and self.dtype(name).itemsize <= 4
+
+    def is_rounded(self, value: str) -> bool:
+        """True if an op rounds this value to a float of at most 16 bits. Other such floats stay f32 until they are stored."""
+        op = next(op for op in self.kernel.ops if op.result.name == value)
+        return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes of an element of a held row."""
+        is_stored = name in self.memory or self.is_rounded(name) or not self.is_f32(name)
+        return self.dtype(name).itemsize if is_stored else 4
 
     # --- dims ---
 
@@ -234,6 +254,8 @@ class Loops:
             yield f"vectors of {self.width} along {letters[self.along]}"
         if hoisted := [name for name in self.outside if name not in self.inputs]:
             yield f"outside: {_listed(hoisted)}"
+        if self.prepared:
+            yield f"prepare {_listed(self.prepared)}"
         if self.held:
             yield f"hold {_listed(self.held)}"
         if self.index != "int64_t":

@@ -30,6 +30,31 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
+// A divisor of many numbers. On a GPU a quotient is a product with the reciprocal, corrected by its remainder (Markstein). It is
+// correctly rounded, except for subnormal quotients and remainders.
+class Divisor {
+ public:
+#ifdef __CUDACC__
+  HW_DEVICE explicit Divisor(float divisor)
+      : scale_(fabsf(divisor) < 0x1p-64f ? 0x1p64f : 1.0f), divisor_(scale_ * divisor), reciprocal_(1.0f / divisor_) {}
+  friend __device__ float operator/(float x, const Divisor& by) {
+    x *= by.scale_;
+    const float product = x * by.reciprocal_;
+    const float quotient = fmaf(fmaf(-product, by.divisor_, x), by.reciprocal_, product);
+    return quotient == quotient ? quotient : product;  // the correction of an infinity is NaN
+  }
+
+ private:
+  float scale_, divisor_, reciprocal_;  // the scale keeps the reciprocal finite
+#else
+  explicit Divisor(float divisor) : divisor_(divisor) {}
+  friend float operator/(float x, const Divisor& by) { return x / by.divisor_; }
+
+ private:
+  float divisor_;
+#endif
+};
+
 // Approximations for kernels with elements of at most 16 bits. exp has an error of about 100 ulp. erf has 5 ulp: a rational
 // function as in XLA and Eigen. gelu has a relative error of 1e-5: the tail of the normal distribution as in Abramowitz and
 // Stegun 7.1.26, with coefficients for small relative error.

@@ -38,6 +38,14 @@ struct ReloadedRow {
   HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
+// A row of computed values that is computed again at each use.
+template <class Compute>
+struct RecomputedRow {
+  Compute compute;
+
+  HW_DEVICE auto operator[](const Chunk& j) const { return compute(j); }
+};
+
 // Threads that share a row: kThreads adjacent lanes of a warp, or a block if kThreads exceeds a warp or is 0 (any number).
 #ifdef __CUDACC__
 template <int kThreads>
@@ -114,6 +122,18 @@ struct Row : ThreadGroup<kThreads> {
       return held;
     }
   }
+  // A row of values, of which `compute` returns the vector of a chunk. Threads hold them in registers.
+  template <class Compute>
+  HW_DEVICE auto hold(Compute compute) const {
+    if constexpr (kWidth == 1) {
+      return RecomputedRow<Compute>{compute};
+    } else {
+      RegisterRow<decltype(compute(Chunk{})), kEach> held;
+#pragma unroll
+      for (int number = 0; number < kEach; ++number) held.values[number] = compute(Chunk{first(number), number});
+      return held;
+    }
+  }
 };
 
 // A row of unknown length that its block can hold in registers.
@@ -145,6 +165,15 @@ struct RowUpTo : ThreadGroup<0> {
     }
     return held;
   }
+  template <class Compute>
+  HW_DEVICE auto hold(Compute compute) const {
+    RegisterRow<decltype(compute(Chunk{})), kEach> held;
+#pragma unroll
+    for (int number = 0; number < kEach; ++number) {
+      if (first(number) < length) held.values[number] = compute(Chunk{first(number), number});
+    }
+    return held;
+  }
 };
 
 // A row of any length, reloaded at each use.
@@ -164,6 +193,10 @@ struct LongRow : ThreadGroup<0> {
   template <class Place>
   HW_DEVICE ReloadedRow<Place, kWidth> load(Place row) const {
     return {row};
+  }
+  template <class Compute>
+  HW_DEVICE RecomputedRow<Compute> hold(Compute compute) const {
+    return {compute};
   }
 };
 

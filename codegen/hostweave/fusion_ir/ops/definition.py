@@ -60,6 +60,7 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if different
+    prepared: str = ""  # C++ type of the last operand if many elements share it: what depends on that operand alone is done once. f32
     lane: str = ""  # function that processes a whole lane along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads of a lane need no synchronisation, since each computes its own elements
     in_clusters: bool = False  # several blocks may process adjacent lanes together
@@ -93,7 +94,7 @@ class OpDef:
     is_public: bool = False  # its public function is generated from this entry
 
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
-        """C++ for operands of this dtype. `is_fast` is True in kernels whose elements have at most 16 bits."""
+        """C++ for operands of this dtype. `is_fast` is True if at most 16 bits of the result are used."""
         if dtype.kind != "float":
             return self.cpp_of_ints or self.cpp
         return self.cpp.replace(*self.fast) if self.fast and is_fast and dtype.itemsize <= 4 else self.cpp

@@ -140,7 +140,7 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
 add = _binary("add", "The sum.", "{0} + {1}", cpp_of_ints="hw::plus({0}, {1})", written="a + b", linear="terms")
 subtract = _binary("subtract", "The difference.", "{0} - {1}", cpp_of_ints="hw::minus({0}, {1})", written="a - b", linear="terms")
 multiply = _binary("multiply", "The product.", "{0} * {1}", cpp_of_ints="hw::times({0}, {1})", written="a * b", linear="factors")
-divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b", linear="first")
+divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, prepared="hw::Divisor", cost=8, written="a / b", linear="first")
 maximum = _binary("maximum", "The larger of two elements. NaN if either is NaN.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
 minimum = _binary("minimum", "The smaller of two elements. NaN if either is NaN.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
 floor_divide = _binary(
@@ -177,11 +177,10 @@ OPS["pow"] = OpDef(
 # --- unary ops --------------------------------------------------------------------------------------------------------
 
 negative = _unary("negative", "The negation.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
-# abs(-0.0) is 0.0
 abs = _unary(
     "abs",
     "The absolute value.",
-    "{0} > {T:0} ? {0} : {T:0} - {0}",
+    "{std:fabs}({0})",
     cpp_of_ints="{0} > 0 ? {0} : hw::minus(0, {0})",
     kinds=SIGNED,
     written="abs(x)",
