@@ -29,6 +29,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "multiples": (lambda x, b: x + b, {"x": hw.f32["B", 4, "T", 64], "b": hw.f32["T", 64]}),
     "rms_norm": (hw.rms_norm, {"x": hw.bf16["M", 4096], "weight": hw.bf16[4096]}),
     "norm_of_heads": (lambda x: hw.rms_norm(x), {"x": hw.bf16["M", 32, 128]}),
+    "transposed": (lambda x: hw.permute_dims(x, (1, 0)) * 2, {"x": hw.bf16["M", 4096]}),
     "softmax": (lambda x: hw.softmax(x), {"x": hw.f32["M", "N"]}),
     "quantized_swiglu": (lambda x, y: hw.quantize(hw.silu(x) * y, "row"), {"x": hw.bf16["M", 14336], "y": hw.bf16["M", 14336]}),
     "softmax_of_few": (lambda x: hw.softmax(x), {"x": hw.f32["M", 8]}),

@@ -24,6 +24,7 @@ class Templates:
     reduce_last: str = ""  # cheaper call if only the storing threads need the result
     leader_if: str = ""  # condition under which a thread stores the result
     bounds: str = ""  # maximum number of threads per block
+    closing: str = ""  # text after the body of that loop
 
 
 _OF_ROW = Templates(
@@ -50,6 +51,12 @@ TEMPLATES = {
     ir.BY_ROW: _OF_ROW,
     ir.BY_ANY_ROW: replace(_OF_ROW, grid="hw::grid_of_rows{width}({count}, {length})", bounds="hw::kRowThreads"),
     ir.BY_SHORT_ROW: replace(_OF_ROW, grid="hw::grid_of_elements({together})", bounds=""),
+    ir.BY_TILE: Templates(
+        loop="hw::transpose{width}({rows}, {columns}, {result}, {pitch}, [&](int64_t {first}, int64_t {last})",
+        grid="hw::grid_of_tiles({rows}, {columns})",
+        bounds="hw::kThreads",
+        closing=");",
+    ),
     ir.BY_COLUMNS: Templates(
         loop="for (const hw::Column {element} : hw::over_columns{width}({count}))",
         grid="hw::grid_of_columns({count}, {threads})",
@@ -72,7 +79,7 @@ ALL_REGISTERS = 1024  # threads of a block, if the multiprocessor runs no other 
 class LoopPrinter:
     """C++ of the loops of a kernel, with names for its indices."""
 
-    closing = ""  # text after the body of the loop over the kept dims
+    multiplies = False  # True if the kernel begins with matmuls
     grid: str  # launch grid of the kernel
     bounds: str  # arguments of `__launch_bounds__`
 
@@ -83,7 +90,9 @@ class LoopPrinter:
         self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else Word(names.of("element", "index"))
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
-        if not self.closing:
+        self.closing = self.templates.closing
+        self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
+        if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
             self.bounds = self.text(self.templates.bounds) + (", 1" if loops.threads == ALL_REGISTERS else "")
 
@@ -112,6 +121,12 @@ class LoopPrinter:
             threads=loops.threads,
             width=width and f"<{width}>",
             more=width and f", {width}",
+            rows=size(loops.kept[0].size),
+            columns=size(loops.kept[-1].size),
+            first=self.names[loops.kept[0]],
+            last=self.names[loops.kept[-1]],
+            result=self.transposed,
+            pitch=size(loops.stride(loops.transposed, loops.along)) if loops.transposed else "",
         )
 
     @property
@@ -187,7 +202,7 @@ class LoopPrinter:
         """Indices of an element, or of the first element of a vector, each with its stride."""
         loops = self.ir
         kept = [(self.names[dim], loops.stride(place, dim)) for dim in loops.kept]
-        kept = [(self.element, ONE)] if loops.is_linear(place) else kept
+        kept = [(self.element, ONE)] if loops.is_linear(place) and not loops.transposed else kept
         terms = [*kept, *((self.names[dim], loops.stride(place, dim)) for dim in loops.reduced)]
         return [(index, stride) for index, stride in terms if stride != ir.ZERO]
 

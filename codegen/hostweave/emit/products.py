@@ -27,7 +27,7 @@ class _EachElement(LoopPrinter):
     head = ""  # of the call of hw::few_rows
     grid = ""
     bounds = "hw::kProductThreads, 2"
-    closing = ");"
+    multiplies = True
 
     @property
     def loop(self) -> str:
@@ -57,6 +57,7 @@ class ProductEmitter(KernelEmitter):
         self.lies = self.given | {name: self.lies[name] for name in self.results}
         x, w = (self.given[name] for name in self.products[0].tensors)
         rows, (depth, columns), (step, pitch) = product(x.shape[:-1]), w.shape, strides_of(w)
+        self.loops.closing = ");"
         self.is_transposed = pitch != Size()
         self.own_sizes = (rows, depth, columns, pitch if self.is_transposed else step)
         size = self.loops.integers.size

@@ -54,7 +54,8 @@ class Section:
 
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads precede the first store, because a result may overlap an input."""
-        values = [(name, self.stored(self.kernel.made[name])) for name in results]
+        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # what is returned comes last
+        values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
         for name, value in values:
@@ -64,6 +65,8 @@ class Section:
                 self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(place))}, {local});")
+            elif place == self.kernel.ir.transposed:
+                self.give_back(name, self.kernel.types[name].dtype.cpp, value)
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
@@ -82,12 +85,19 @@ class Section:
         """Statements that compute and return a vector of a row."""
         self.own, kernel = name, self.kernel
         value, dtype = self.value(name), kernel.types[name].dtype
-        local = kernel.names.of(f"{name}_{kernel.loops.names[kernel.ir.along]}", f"elements to hold of {name}")
-        element = dtype.cpp if kernel.ir.is_rounded(name) else compute_type(dtype)
-        self.begin.append(f"hw::Values<{element}, kWidth> {local};")
-        self.adds.append(f"{local}[{kernel.loops.lane}] = {f'{element}({value})' if kernel.ir.is_rounded(name) else value};")
-        self.stores.append(f"return {local};")
+        is_rounded = kernel.ir.is_rounded(name)
+        self.give_back(name, dtype.cpp if is_rounded else compute_type(dtype), f"{dtype.cpp}({value})" if is_rounded else value)
         return self.taken()
+
+    def give_back(self, name: str, element: str, value: str) -> None:
+        """Returns a vector of elements at the end of the section."""
+        if not self.is_wide:
+            self.stores.append(f"return hw::Values<{element}, 1>{{{value}}};")
+            return
+        local = self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"elements of {name} to return")
+        self.begin.append(f"hw::Values<{element}, kWidth> {local};")
+        self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+        self.stores.append(f"return {local};")
 
     def is_held(self, name: str) -> bool:
         """True if this section reads a computed value from a row that threads hold."""

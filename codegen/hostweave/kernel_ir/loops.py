@@ -39,6 +39,7 @@ BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
 BY_ANY_ROW = "a block shares a row of unknown length"
 BY_SHORT_ROW = "a part of a warp shares a row"
+BY_TILE = "a block transposes a tile"
 BY_COLUMNS = "a block reduces a tile of columns"
 BY_LANES = "a thread processes a lane"
 BY_LANE_PARTS = "threads share a lane, each with its own elements"
@@ -157,6 +158,11 @@ class Loops:
         return (self.reduced if self.distribution in (BY_BLOCK, *ROWS) else self.kept)[-1]
 
     @property
+    def transposed(self) -> str:
+        """The result that blocks transpose. It is contiguous along the first dim, and all that it is computed from along the last."""
+        return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
+
+    @property
     def packed(self) -> set[str]:
         """Places with vectorised access."""
         return {place for place in self.memory if self.stride(place, self.along) == ONE}
@@ -204,7 +210,7 @@ class Loops:
 
     def taken_apart(self) -> list[int]:
         """Dims of the result whose indices are computed from the linear index, because an offset needs them."""
-        if len(self.kept) == 1:
+        if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
         scattered = [place for place in self.places if not self.is_linear(place)]
         return [i for i, dim in enumerate(self.kept) if any(self.stride(place, dim) != ZERO for place in scattered)]

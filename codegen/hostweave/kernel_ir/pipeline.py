@@ -13,6 +13,7 @@ from hostweave.kernel_ir.loops import Loops
 from hostweave.kernel_ir.name_outermost import name_outermost
 from hostweave.kernel_ir.number_elements import number_elements
 from hostweave.kernel_ir.split_walks import split_walks
+from hostweave.kernel_ir.transpose import transpose
 from hostweave.kernel_ir.vectorise import vectorise
 from hostweave.types.machine import Machine
 from hostweave.types.tensor import BufferType
@@ -21,6 +22,7 @@ PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (
     name_outermost,
     split_walks,
     distribute,
+    transpose,
     vectorise,
     hoist,
     hold_rows,

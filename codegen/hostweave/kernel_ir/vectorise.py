@@ -19,7 +19,7 @@ ACCESS = 16  # bytes per vectorised access
 
 def vectorise(loops: Loops, machine: Machine) -> Loops:
     """Chooses the number of consecutive elements per access."""
-    scattered = any(loops.stride(place, loops.along) not in (ZERO, ONE) for place in loops.stores)
+    scattered = any(loops.stride(place, loops.along) not in (ZERO, ONE) for place in loops.stores - {loops.transposed})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # a reduction reads more than it stores
     if not helpful or scattered or loops.takes_lanes or loops.updates:
         return loops

@@ -307,3 +307,4 @@ T reduce_rows(T values, ReduceOp) {
 }  // namespace hw
 
 #include "hostweave/rows.h"
+#include "hostweave/transpose.h"

@@ -90,6 +90,11 @@ inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
 // One block per tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
+// One block per tile that is transposed.
+constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
+  return {smaller(ceil_div(rows, kTransposed) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
+}
+
 // Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
 // cannot fill every GPC, so some room is left. A block takes the room of `kSize` usual ones.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>

@@ -30,22 +30,20 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
-// A divisor of many numbers. On a GPU a quotient is a product with the reciprocal, corrected by its remainder (Markstein). It is
-// correctly rounded, except for subnormal quotients and remainders.
+// A divisor of many numbers. On a GPU a quotient is a product with the reciprocal, with an error of up to 2 ulp like all
+// quotients.
 class Divisor {
  public:
 #ifdef __CUDACC__
   HW_DEVICE explicit Divisor(float divisor)
-      : scale_(fabsf(divisor) < 0x1p-64f ? 0x1p64f : 1.0f), divisor_(scale_ * divisor), reciprocal_(1.0f / divisor_) {}
-  friend __device__ float operator/(float x, const Divisor& by) {
-    x *= by.scale_;
-    const float product = x * by.reciprocal_;
-    const float quotient = fmaf(fmaf(-product, by.divisor_, x), by.reciprocal_, product);
-    return quotient == quotient ? quotient : product;  // the correction of an infinity is NaN
-  }
+      : scale_(fabsf(divisor) < 0x1p-64f  ? 0x1p64f
+               : fabsf(divisor) > 0x1p64f ? 0x1p-64f
+                                          : 1.0f),
+        reciprocal_(__frcp_rn(scale_ * divisor)) {}
+  friend __device__ float operator/(float x, const Divisor& by) { return x * by.scale_ * by.reciprocal_; }
 
  private:
-  float scale_, divisor_, reciprocal_;  // the scale keeps the reciprocal finite
+  float scale_, reciprocal_;  // the scale keeps the reciprocal of a finite number finite and normal
 #else
   explicit Divisor(float divisor) : divisor_(divisor) {}
   friend float operator/(float x, const Divisor& by) { return x / by.divisor_; }

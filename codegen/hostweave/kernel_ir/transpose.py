@@ -1,0 +1,39 @@
+"""Lets blocks transpose tiles in shared memory if a result is contiguous along another dim than what it is computed from.
+
+    keep i in M, j in 4096
+    %x: bf16 at i * 4096 + j
+    %y stored: bf16 at i + j * M
+
+gets
+
+    distribute: a block transposes a tile
+
+and all accesses are vectorised. The dims are kept in the order of the operands.
+"""
+
+from dataclasses import replace
+
+from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
+from hostweave.types.machine import Machine
+
+LEAST = 16  # elements of a dim, below which a tile is mostly empty
+BYTES = 4  # maximum size of an element, so that tiles fit in shared memory
+
+
+def transpose(loops: Loops, machine: Machine) -> Loops:
+    """Chooses tiles for kernels of two dims that write one result across the order of their operands."""
+    is_plain = loops.distribution == BY_THREAD and not (loops.reduced or loops.lanes or loops.updates or loops.kernel.exchanges)
+    if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
+        return loops
+    orders = (replace(loops, kept=kept, distribution=BY_TILE) for kept in (loops.kept, loops.kept[::-1]))
+    return next(filter(_writes_across, orders), loops)
+
+
+def _writes_across(loops: Loops) -> bool:
+    """True if operands are contiguous along the last dim or do not vary along it, and one result is contiguous along the first dim."""
+    strides = {place: tuple(loops.stride(place, dim) for dim in loops.kept) for place in loops.memory}
+    across = [place for place, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
+    others = [both for place, both in strides.items() if place not in across]
+    is_one = len(across) == 1 and across[0] in loops.stores and loops.memory[across[0]].dtype.itemsize <= BYTES
+    is_read = any(last == ONE and first != ZERO for first, last in others)
+    return is_one and is_read and all(last in (ZERO, ONE) for _, last in others)

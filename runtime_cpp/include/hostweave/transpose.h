@@ -1,0 +1,71 @@
+// Transposition of what a kernel computes, by tiles: threads read along rows, and write along columns.
+#pragma once
+#include "hostweave/index.h"
+#include "hostweave/kernel.h"
+
+namespace hw {
+
+#ifdef __CUDACC__
+
+// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth of row i. All threads of
+// the grid must call it, in blocks of kThreads.
+template <int kWidth = 1, class T, class Compute>
+__device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
+  using Word = decltype([] {
+    if constexpr (sizeof(T) < 4) {
+      return uint32_t{};
+    } else {
+      return T{};
+    }
+  }());
+  constexpr int kPadding = sizeof(Word) / sizeof(T);  // columns begin in different banks
+  constexpr int kStored = 16 / sizeof(T);             // elements per store
+  __shared__ alignas(16) T tile[kTransposed][kTransposed + kPadding];
+  const bool is_wide = pitch % kStored == 0 && aligned(to);
+  const int64_t across = ceil_div(columns, kTransposed), tiles = ceil_div(rows, kTransposed) * across;
+  for (int64_t number : over_blocks(tiles)) {
+    const int64_t i = number / across * kTransposed, j = number % across * kTransposed;
+    const int height = smaller(rows - i, kTransposed), length = smaller(columns - j, kTransposed);
+#pragma unroll
+    for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kWidth) {
+      const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
+      if (row < height && column < length) {
+        const Values<T, kWidth> values = compute(i + row, j + column);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) tile[column + e][row] = values[e];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kStored) {
+      const int column = (at + threadIdx.x * kStored) / kTransposed, row = threadIdx.x * kStored % kTransposed;
+      T* const first = to + (j + column) * pitch + i + row;
+      if (column < length && is_wide && row + kStored <= height) {
+        Values<Word, 16 / sizeof(Word)> words;
+        for (int e = 0; e < 16 / sizeof(Word); ++e) words[e] = reinterpret_cast<const Word*>(&tile[column][row])[e];
+        store(reinterpret_cast<Word*>(first), words);
+      } else if (column < length) {
+        for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
+      }
+    }
+    __syncthreads();  // before the next tile
+  }
+}
+
+#else
+
+template <int kWidth = 1, class T, class Compute>
+void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
+  for (int64_t begin = 0; begin < rows; begin += kTransposed) {
+    for (int64_t j = 0; j < columns; j += kWidth) {
+      for (int64_t i = begin; i < smaller(begin + kTransposed, rows); ++i) {
+        const Values<T, kWidth> values = compute(i, j);
+        for (int e = 0; e < kWidth; ++e) to[(j + e) * pitch + i] = values[e];
+      }
+    }
+  }
+}
+
+#endif
+
+}  // namespace hw
