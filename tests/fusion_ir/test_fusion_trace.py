@@ -179,6 +179,16 @@ def test_tensor_says_what_it_is() -> None:
         return x.T
 
 
+def test_a_cast_to_the_same_dtype_is_the_tensor_itself() -> None:
+    fusion = hw.fusion(x=hw.f32["N"])(lambda_named("f", lambda x: -hw.astype(x, hw.f32)))
+    assert [op.kind for op in fusion.ops] == ["negative"]
+
+
+def test_a_result_in_donated_memory_has_the_name_of_the_input() -> None:
+    f = lambda_named("f", lambda w, g: (w - g, g * 2.0))
+    assert hw.fusion(w=hw.f32["N"], g=hw.f32["N"], donate={"w": 0})(f).outputs == ("w_updated", "multiply_g")
+
+
 def test_one_device_without_a_mesh() -> None:
     assert str(trace("return -x", mesh="None", x=X)).startswith("fusion @f(%x: bf16[M, K]) {\n")
 

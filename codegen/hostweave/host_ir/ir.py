@@ -34,6 +34,7 @@ from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
 MAX_WORDS = 3  # largest number of ops that a kernel's name lists
+MAX_CHARACTERS = 48  # in the names of several results that it lists
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,15 @@ class Kernel:
         """A descriptive name: the ops, if they are few, and the results, such as `negative_multiply_y` or `fused_y`.
 
         An in-place update is named after its operand. An op whose result is named after it, such as `multiply_y`, is not repeated.
+        Of results with long names, only the last one is named.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
         results = [result.name for result in self.results]
         words = [op.kind for op in self.ops if op.result.name not in results or not op.result.name.startswith(f"{op.kind}_")]
         words = ["fused"] if len(self.ops) > MAX_WORDS else words
-        return "_".join([*words, *results, *([] if words else ["kernel"])])
+        named = results if sum(map(len, results)) <= MAX_CHARACTERS else results[-1:]
+        return "_".join([*words, *named, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:
         """Lines of its text."""

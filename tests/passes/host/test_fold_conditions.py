@@ -46,6 +46,10 @@ CASES = {
         "if rank.a == 1 {\nfill %y with 3.0\n}\n",
         "if rank.a == 0 {\nfill %y with 1.0\ncopy %x -> %y\n} else {\nfill %y with 2.0\n}\nif rank.a == 1 {\nfill %y with 3.0\n}\n",
     ),
+    "neighbours on one stream": (
+        "fork s\nstream s[0] {\ncopy %x -> %y\n}\nstream s[0] {\nrecord done[0]\n}\nstream s[1] {\nwait done[0]\n}\njoin s\n",
+        "fork s\nstream s[0] {\ncopy %x -> %y\nrecord done[0]\n}\nstream s[1] {\nwait done[0]\n}\njoin s\n",
+    ),
     "which rank it is on a mesh of one": (
         "on mesh(a=1 of ranks 1) {\nif rank == 1 {\ncopy %x -> %y\n}\nif rank == 0 {\nfill %y with 1.0\n}\n}\n",
         "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\n",
@@ -60,7 +64,8 @@ CASES = {
 def program(body: str) -> HostProgram:
     """Program with the channel and events that the body uses."""
     channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
-    return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{events} {{\n{body}}}\n")
+    streams = " streams(s[2])" if "stream s" in body else ""
+    return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{streams}{events} {{\n{body}}}\n")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -125,6 +125,8 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 def astype(x: Tensor, dtype: DType) -> Tensor:
     """Casts x to another dtype, with PyTorch's rounding: to nearest, ties to even. Floats become ints by rounding towards zero.
 
+    Returns x itself if it has the dtype.
+
     Ints wrap around: an int dtype takes the low bits of another int, or of a float's i64. So -1.0 is 4294967295 in u32 on all targets. NaN
     and floats outside of i64 and u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller dtypes.
 
@@ -136,7 +138,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
     """
     if not isinstance(dtype, DType):
         raise ProgramError.here(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like")
-    return record("astype", x, target=TensorType(dtype, x.type.dims))
+    return x if x.dtype == dtype else record("astype", x, target=TensorType(dtype, x.type.dims))
 
 
 @checked

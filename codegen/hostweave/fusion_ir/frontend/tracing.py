@@ -80,7 +80,7 @@ def traced(
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
     for result, into in zip(outputs, donated or repeat(""), strict=False):  # names of variables take precedence
-        if result._name is None and into and shared[result._variable] > 1:
+        if result._name is None and into and (shared[result._variable] > 1 or not result._variable):
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
             trace.name(result, result._variable)

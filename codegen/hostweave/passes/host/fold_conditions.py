@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Unrolls loops of one iteration, and merges consecutive bodies under one condition. With one rank, branches between own and other chunks
-vanish, as does the memory for other chunks.
+Unrolls loops of one iteration, and merges consecutive bodies under one condition or on one stream. With one rank, branches between own
+and other chunks vanish, as does the memory for other chunks.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class _Folding:
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """Folds a body for the ranks of a mesh. Returns the body itself if nothing changes."""
         folded = (new for i in body for new in self.folded(i, mesh))
-        return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body)))
+        return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body or tree.slot(i, "stream"))))
 
     def folded(self, i: tree.Instruction, mesh: Mesh) -> tree.Body:
         def values(expr: Expr) -> Range:
