@@ -414,7 +414,11 @@ class Program:
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
             reference, dtypes = reference_of(self.compiled.given, self.compiled.options)
-            made = Wheel(wheel, version, ("numpy>=1.26", *find_target(wheel).wheel_requirements)) if wheel else None
+            made = None
+            if wheel:
+                on = find_target(wheel)
+                needed = ("numpy>=1.26", *on.wheel_requirements), ("scikit-build-core>=0.10", *on.wheel_build_requirements)
+                made = Wheel(wheel, version, *needed)
             export(self.host, Path(folder), reference, dtypes, self.compiled.options.figures, made)
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"

@@ -21,6 +21,7 @@ class Wheel:
     target: str  # cpu or cuda
     version: str
     dependencies: tuple[str, ...]  # packages that the wheel needs
+    build_requirements: tuple[str, ...]  # packages that its build needs
 
     def files(self, program: ProgramSources) -> dict[str, str]:
         """The module, its description of the program, and the part of its library that is not generated. path -> text."""

@@ -15,6 +15,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.machine import H200, Machine
 
+OPENBLAS = "scipy-openblas32>=0.3.27"
 _THREADS = 64  # maximum threads of OpenBLAS
 
 
@@ -26,7 +27,8 @@ class _Cpu(Target):
     # The CPU device defines the same symbols as the CUDA libraries, which another package may have loaded globally.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
-    wheel_requirements = ("ml_dtypes>=0.4", "scipy-openblas32>=0.3.27")
+    wheel_requirements = ("ml_dtypes>=0.4", OPENBLAS)
+    wheel_build_requirements = (OPENBLAS,)
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         for kernel in kernels:

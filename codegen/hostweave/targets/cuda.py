@@ -30,6 +30,7 @@ class _Cuda(Target):
     dlopen_flags = 0
     demo_size = 1024
     wheel_requirements = ("torch",)  # it brings CUDA's libraries
+    wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
         compiler, found = find_compiler(), cuda.find_cuda().require()

@@ -1,7 +1,5 @@
 """Interface of targets. Each target is one file here with an object `TARGET`; callers ask that object and never compare names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -30,6 +28,7 @@ class Target(Protocol):
     dlopen_flags: int  # additional dlopen flags for a program's module
     demo_size: int  # size of a symbolic dim per rank in demonstrations
     wheel_requirements: tuple[str, ...]  # packages that the wheel of a program needs in addition to NumPy
+    wheel_build_requirements: tuple[str, ...]  # packages that its build needs in addition to scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
