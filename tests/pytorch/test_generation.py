@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the models of this te
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError  # noqa: E402
-from hostweave.torch.generation import Replayed  # noqa: E402
+from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
 OF_ALL = {
@@ -41,10 +42,10 @@ PLAN = {
 }
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **settings: Any) -> Any:
     torch.manual_seed(0)
     config, more = MODELS[name]
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**OF_ALL, **more})).eval()
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**OF_ALL, **more, **settings})).eval()
 
 
 def plan_of(module: Any) -> dict[str, str]:
@@ -81,13 +82,12 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has its heads of the cache, and replays a graph for each token. Samples are equal to torch's samples for the same
     logits."""
-    replays, replay = list[Any](), Replayed.__call__
-    monkeypatch.setattr(Replayed, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
+    replays, replay = list[Any](), TokenGraph.__call__
+    monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama")
     ids = torch.randint(3, VOCABULARY, (2, 9))
     wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
-    given = {"input_ids": ids, "use_cache": False}
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), given, options=hw.Options(graph="auto"))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
     threads = hw.Threads(2)
 
     def rank_main(rank: int) -> Any:
@@ -96,12 +96,44 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 
     for got in threads.run(rank_main):  # first, so that programs are compiled for a rank's blocks of a cache
         assert torch.equal(got.sequences, wanted)
-    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 3)  # after the prompt, a call, and the call that is captured
+    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # after the prompt, and the call that is captured
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
     drawn = model.generate(ids, **settings)
     torch.manual_seed(1)
     assert torch.equal(drawn, module.generate(ids, **settings))
+
+
+def test_graphs_of_tokens() -> None:
+    """Tokens launch one graph, also those of the next prompts. A cache that the caller still has keeps what it holds."""
+    module = model_of("Llama", num_hidden_layers=2)
+    first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": first, "use_cache": False})
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        found, graphs = [], []
+        for prompt in (first, second):
+            found.append(model.generate(prompt, **settings)["logits"])
+            graphs.append(model.generation._ranks[rank].graph)
+            gc.collect()  # of the compilation, which saw the cache
+        assert graphs[0] is graphs[1]
+        more = model.generate(first, **settings)
+        kept = more.get("cache", more.get("past_key_values")) if rank else None
+        del more
+        held = [layer.keys.clone() for layer in kept.layers] if kept else []
+        found.append(model.generate(second, **settings)["logits"])
+        assert all(torch.equal(was, layer.keys) for was, layer in zip(held, kept.layers if kept else (), strict=True))
+        found.append(model.generate(first[:1], **settings)["logits"])
+        return found
+
+    ways = threads.run(rank_main)
+    for place, prompt in enumerate((first, second, second, first[:1])):
+        wanted = module.generate(prompt, **settings)["logits"]
+        for found in ways:
+            torch.testing.assert_close(found[place], wanted)
 
 
 def test_caches_of_the_user() -> None:

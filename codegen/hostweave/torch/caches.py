@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
@@ -105,6 +106,11 @@ def _not_loaded(_: str) -> Any:
     raise NotImplementedError("a cache is not part of a graph that is saved")
 
 
+def has_tensors(cache: Any) -> bool:
+    """True if a layer has tensors of more than one element. A cache without is given them at its first call."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
+
+
 def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a cache, by name."""
     tensors, form = _flat(cache)
@@ -117,6 +123,55 @@ def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
+
+
+class Snapshot:
+    """What a cache holds at one moment."""
+
+    def __init__(self, cache: Any):
+        self._held = _held(cache)
+
+    def equals(self, cache: Any) -> bool:
+        """True if the cache holds the same tensors, in the same memory, and else equal values."""
+        if len(cache.layers) != len(self._held) - 1:
+            return False
+        return all(_holds(vars(one), held) for one, held in zip((cache, *cache.layers), self._held, strict=True))
+
+
+def _holds(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return all(name in now and _is_same(now[name], value) for name, value in before.items())
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and _holds(now, before)
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call leaves other objects of the same memory
+        return (now.data_ptr(), now.shape, now.dtype) == (before.data_ptr(), before.shape, before.dtype)
+    return type(now) is type(before) and bool(now == before)
+
+
+class Kept:
+    """Tensors of a cache, for the next one of the same sizes. So its memory is that of a graph that was captured before.
+
+    `allocated` is the form of the cache before its first call, and `sizes` all that its sizes depend on.
+    """
+
+    def __init__(self, cache: Any, empty: Form, allocated: Form, sizes: object):
+        self._owner, self._of = weakref.ref(cache), (empty, sizes)
+        self._allocated, self._tensors = allocated, _flat(cache)[0]
+
+    def give(self, cache: Any, sizes: object) -> bool:
+        """Gives the tensors, all 0, to a cache that has none. False if another has them, or if they do not fit."""
+        if self._owner() is not None or self._of != (Form(cache), sizes):
+            return False
+        for tensor in self._tensors:
+            tensor.zero_()
+        for own, made in zip(cache.layers, self._allocated.cache(self._tensors).layers, strict=True):
+            vars(own).update(vars(made))
+        self._owner = weakref.ref(cache)
+        return True
 
 
 def continued(given: Any, returned: Any) -> None:

@@ -241,10 +241,9 @@ class CompiledModule(Delegating):
         return self._part.program
 
     @property
-    def may_be_replayed(self) -> bool:
-        """True if calls with the same arrays become graphs, in which ranks need not meet: `Options(graph="auto")`."""
-        apart = any(channel.transport.graphs_apart for channel in self.program.host.channels)
-        return self.program.compiled.options.graph == "auto" and not apart and not self._graph.checks
+    def checks_values(self) -> bool:
+        """True if the module checks values on the host after each call, as torch.linalg.inv does. Then no call can be captured."""
+        return bool(self._graph.checks)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
@@ -290,7 +289,7 @@ class CompiledModule(Delegating):
         if group is None:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
-        if self._graph.checks:
+        if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
             raise ArgumentError(f"{self._name}: capture: {why}; use functions that do not, such as inv_ex")
         written = self._written(arrays, group)

@@ -1,19 +1,19 @@
-"""`generate` of transformers on compiled programs: one for prompts, and one for the next token of each sequence."""
+"""`generate` of transformers on compiled programs: one for prompts, and one for a token of each sequence."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.export import Dim, ShapesCollection
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
@@ -23,43 +23,43 @@ _OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  #
 _ROUNDED = 64  # lengths of caches are multiples of it, so that prompts of similar length share a program
 
 
-class Replayed:
-    """A call with a cache as a graph, which later calls replay. It has its own copies of the other arguments."""
+class TokenGraph:
+    """A call for a token of each sequence, captured as a graph. A launch takes other tokens and masks, and goes on with the same cache."""
 
-    def __init__(self, program: CompiledModule, kwargs: dict[str, Any], word: str):
-        """Makes the call, and captures it. `word` names the cache."""
-        self._word = word
-        self._leaves, self._spec = pytree.tree_flatten(self._others(kwargs))
-        self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        self._launch = program.capture(**pytree.tree_unflatten(self._leaves, self._spec), **{word: kwargs[word]})
+    def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
+        """Makes the call. `word` names the cache among the arguments."""
+        self._word, cache = word, kwargs[word]
+        given = pytree.tree_map_only(torch.Tensor, torch.clone, {**kwargs, word: None})
+        self._leaves, self._spec = pytree.tree_flatten(given)
+        self._captured = program.capture(**{**given, word: cache})
+        self._cache = caches.Snapshot(cache)
 
-    def takes(self, kwargs: dict[str, Any]) -> bool:
-        """True if a call differs from the captured one in values of tensors alone."""
-        leaves, spec = pytree.tree_flatten(self._others(kwargs))
-        return bool(spec == self._spec) and all(map(_alike, leaves, self._leaves))
+    def takes(self, kwargs: Mapping[str, Any]) -> bool:
+        """True for arguments of the same sizes and else the same values, with the cache of the graph."""
+        leaves, spec = pytree.tree_flatten({**kwargs, self._word: None})
+        return spec == self._spec and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
-    def __call__(self, kwargs: dict[str, Any]) -> Any:
-        """Replays the call with the values of these arguments."""
-        for own, leaf in zip(self._leaves, pytree.tree_leaves(self._others(kwargs)), strict=True):
-            if isinstance(own, torch.Tensor):
-                own.copy_(leaf)
-        self._launch()
-        return self.results(kwargs[self._word])
+    def __call__(self, kwargs: Mapping[str, Any]) -> Any:
+        with self._captured:
+            for own, leaf in zip(self._leaves, pytree.tree_leaves({**kwargs, self._word: None}), strict=True):
+                if isinstance(own, torch.Tensor):
+                    own.copy_(leaf)
+            self._captured()
+            return self.result()
 
-    def results(self, cache: Any) -> Any:
-        """Copies of the results of the last call, and the cache."""
-        made = self._launch.outputs
-        copies = {name: cache if name == self._word else pytree.tree_map_only(torch.Tensor, torch.clone, made[name]) for name in made}
-        return type(made)(**copies)
-
-    def _others(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in kwargs.items() if name != self._word}
+    def result(self) -> Any:
+        """The result of the last call, without its cache, in memory of its own."""
+        made = self._captured.outputs
+        return type(made)(**pytree.tree_map_only(torch.Tensor, torch.clone, {name: made[name] for name in made if name != self._word}))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other)
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+class _Rank:
+    """Memory and graph of the sequences that a rank has generated, for the next ones of the same sizes."""
+
+    def __init__(self) -> None:
+        self.kept: caches.Kept | None = None
+        self.graph: TokenGraph | None = None
+        self.is_first = True  # no token followed the last prompts yet
 
 
 class Generation:
@@ -69,16 +69,16 @@ class Generation:
         """`compile` compiles the module for keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of dims of caches that the plan shards, by name; 0 for other dims
+        self._ranks: dict[int, _Rank] = {}  # ranks may be threads
         parameters = inspect.signature(module.forward).parameters
         self._word = next((word for word in _CACHE_WORDS if word in parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
-        self._last: WeakKeyDictionary[Any, CompiledModule | Replayed] = WeakKeyDictionary()  # by cache
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
         self._stand_in: Any = object.__new__(type(of.__name__, (of,), {"__call__": call, "__module__": of.__module__}))
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Generates sequences like transformers, with a static cache. Raises ArgumentError if a static cache is not possible."""
+        """Sequences, as transformers generates them, with a static cache. Raises ArgumentError where there can be none."""
         if not self._word:
             raise ArgumentError(
                 f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
@@ -87,7 +87,6 @@ class Generation:
             raise ArgumentError(f"{self._name}: generate: programs write to a static cache; leave use_cache and cache_implementation out")
         if self._word not in kwargs:
             kwargs[self._word] = self._cache(self._length(inputs, kwargs))
-        self._last.pop(kwargs[self._word], None)  # parameters may have been replaced since the last call
         kwargs |= {"use_cache": True, "disable_compile": True}
         return self._stand_in.generate(inputs, **kwargs)
 
@@ -96,7 +95,7 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Upper bound of the number of tokens of a sequence, including the prompt."""
+        """How many tokens a sequence has at most, prompt included, or more."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
@@ -107,7 +106,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """A static cache. Windows are applied by masks, so a layer with a sliding window has all positions, too."""
+        """A static cache. Windows are a matter of masks: a layer that slides has all positions, too."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -128,31 +127,58 @@ class Generation:
             raise ArgumentError(
                 f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or leave it out"
             )
-        last = self._last.get(cache)
-        if isinstance(last, Replayed) and last.takes(kwargs):
-            return last(kwargs)
-        is_new = not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in pytree.tree_leaves([vars(x) for x in cache.layers]))
         group = current_group()
+        made = self._plain(kwargs, None, None) if group is None else self._of_rank(kwargs, group)
+        made[self._word] = cache  # as the module returns it
+        return made
+
+    def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
+        """A call of a rank in a group. The first token behind prompts is a call that is captured, unless the last graph takes it."""
+        own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
+        if not own.is_first and own.graph and own.graph.takes(kwargs):
+            return own.graph(kwargs)
+        if own.kept and not caches.has_tensors(cache):
+            own.kept.give(cache, _sizes(kwargs, self._word))
+        is_token = caches.has_tensors(cache) and _is_token(kwargs)
+        if not (is_token and own.is_first):
+            own.is_first = not is_token
+            return self._plain(kwargs, group, own)
+        own.is_first = False
+        is_taken = own.graph is not None and own.graph.takes(kwargs)
+        if own.graph and group.can_meet and group.all_say(is_taken):  # all ranks launch a graph, or all capture one
+            return own.graph(kwargs)
+        program = self._program(kwargs, is_whole=False)
+        if program.checks_values:
+            return program(**kwargs)
+        own.graph = TokenGraph(program, kwargs, self._word)
+        return own.graph.result()
+
+    def _plain(self, kwargs: dict[str, Any], group: Group | None, own: _Rank | None) -> Any:
+        """Calls a program. A cache without tensors gets those of all ranks, and the call leaves those of this rank in it."""
+        cache = kwargs[self._word]
         caches.register(kwargs)
-        with self._lock:
-            if is_new:
+        if is_new := not caches.has_tensors(cache):
+            empty = caches.Form(cache)
+            with self._lock:
                 caches.allocate(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
-            program = next((one for one in self.programs if one.takes(**kwargs)), None)
-            if program is None:
-                is_whole = is_new or group is None
-                program = self._compiled(kwargs if is_whole else {**kwargs, self._word: caches.enlarged(cache, self._whole)})
-                self.programs.append(program)
-        if is_new and group is not None:
+            allocated = caches.Form(cache)
+        program = self._program(kwargs, is_whole=is_new or group is None)
+        if group is not None and own is not None and is_new:
             whole = caches.shapes(cache)
             caches.continued(kwargs, program.cut(kwargs, group.rank))
-            self._whole |= {name: tuple(map(_if_other, whole[name], own)) for name, own in caches.shapes(cache).items()}
-        if program is last:
-            self._last[cache] = again = Replayed(program, kwargs, self._word)
-            return again.results(cache)
-        made = program(**kwargs)
-        if group is not None and program.may_be_replayed and isinstance(made, dict) and self._word in made:
-            self._last[cache], made[self._word] = program, cache  # one object in all calls
-        return made
+            self._whole |= {name: tuple(map(_if_other, whole[name], has)) for name, has in caches.shapes(cache).items()}
+            own.kept = caches.Kept(cache, empty, allocated, _sizes(kwargs, self._word))
+        return program(**kwargs)
+
+    def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
+        """The program that takes these arguments, with a cache of all ranks or of this one. It is compiled if there is none yet."""
+        with self._lock:
+            program = next((one for one in self.programs if one.takes(**kwargs)), None)
+            if program is None:
+                whole = kwargs if is_whole else {**kwargs, self._word: caches.enlarged(kwargs[self._word], self._whole)}
+                program = self._compiled(whole)
+                self.programs.append(program)
+        return program
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
         """A program for these arguments, and for other lengths if the module computes the same for them."""
@@ -165,7 +191,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """The sizes of tokens and masks, which differ between calls, if the module computes the same for all sizes."""
+        """The sizes that differ from call to call, where the module computes the same for all of them: those of tokens and masks."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)
@@ -178,6 +204,23 @@ class Generation:
             if isinstance(mask, torch.Tensor) and mask.shape[dim] > 1:
                 shapes[mask] = {dim: Dim.AUTO}
         return shapes
+
+
+def _is_token(kwargs: Mapping[str, Any]) -> bool:
+    """True for a call with one token of each sequence."""
+    return any(isinstance(one := kwargs.get(name), torch.Tensor) and one.shape[1] == 1 for name in ("input_ids", "inputs_embeds"))
+
+
+def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
+    """All that the sizes of a cache depend on: the number of sequences, and the sizes of what are no tokens."""
+    tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
+    return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _if_other(size: int, own: int) -> int:
