@@ -18,14 +18,14 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.types.numpy_dtypes import numpy_dtype
 
-HEADS = ((32, 8), (8, 1))  # of queries and keys
+HEADS = ((32, 8), (8, 1))  # numbers of heads of queries and keys
 ROWS = (8192, 32768, 2048)
 HEAD = 128
 CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # maximum
 SHARED = 32768  # rows over two GPUs
-ROUNDS = 3  # of equal numbers of calls; each round moves the arrays
+ROUNDS = 3  # rounds of equally many calls; each round moves the arrays
 SPEEDUP = 1.7  # minimum on two GPUs
 
 Attend = Callable[[], Any]

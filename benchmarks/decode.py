@@ -39,7 +39,7 @@ COPY = "copy"
 class Case:
     name: str
     hidden: int
-    inner: int  # of one rank
+    inner: int  # inner dim of one rank
 
 
 ALONE, TOGETHER = Case("8B", 4096, 14336), Case("70B at TP8", 8192, 3584)

@@ -15,7 +15,7 @@ from peers.torch_graphs import in_a_graph
 
 import hostweave as hw
 
-COLD_BYTES = 512 << 20  # of weights: many times a GPU's cache
+COLD_BYTES = 512 << 20  # bytes of weights: many times a GPU's cache
 TIMINGS = 15
 WARMUPS = 3
 WAIT = 200_000  # cycles for the host to launch the graph

@@ -34,9 +34,9 @@ SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
 }
 SCALINGS = ("tensor", "row", "block")
-HIDDEN, INNER = 8192, 3584  # of the layer, the second one of a rank
+HIDDEN, INNER = 8192, 3584  # dims of the layer; the second one per rank
 DECODED, OF_8B, BLOCKS = (1, 16, 64), (4096, 14336), 16
-TOLERANCE = 0.02  # of the largest element: sums of thousands of terms are rounded to bf16
+TOLERANCE = 0.02  # relative to the largest element: sums of thousands of terms are rounded to bf16
 OURS, BF16 = "fp8", "bf16"
 
 Calls = dict[str, Callable[[], Any]]

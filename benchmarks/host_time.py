@@ -28,7 +28,7 @@ from hostweave.cli.programs import load_file, programs_in
 CHUNKS = 48
 SIZES = {"M": 96 * CHUNKS, "N": 256, "K": 256}
 LIMIT = 1.10
-WEIGHTS = 289  # of Llama 8B
+WEIGHTS = 289  # weights of Llama 8B
 STEP = {"B": 1, "L": 4096}  # sizes
 SERVED_CALLS, SERVED_SIZES = 10_000, 2_000
 
@@ -139,7 +139,7 @@ def _varying_sizes() -> None:
     for rows in order[:SERVED_SIZES]:
         model(x[:rows], out=out[:rows])
     gc.collect()
-    gc.freeze()  # as a server does: a garbage collection of all PyTorch objects takes 70 ms
+    gc.freeze()  # like in a server: a garbage collection of all PyTorch objects takes 70 ms
     before = torch.cuda.mem_get_info()[0], _resident_bytes()
     serve()
     gc.unfreeze()

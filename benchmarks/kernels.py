@@ -18,7 +18,7 @@ from peers.report import print_machine, spread
 
 import hostweave as hw
 
-COLD_BYTES = 256 << 20  # of distinct inputs and outputs: several times a GPU's cache
+COLD_BYTES = 256 << 20  # bytes of distinct inputs and outputs: several times a GPU's cache
 CALLS = 20  # calls per measurement
 TIMINGS = 7
 COPY_SHARE = 0.90  # minimum, from MANY_ROWS on

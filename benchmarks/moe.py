@@ -31,11 +31,11 @@ from hostweave.types.machine import H200
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count
 SHAPES = {8: (4096, 14336), 64: (7168, 2048), 128: (2048, 1536)}  # experts: inner dim and columns, of Mixtral, DeepSeek-V3 and Qwen3-MoE
-TOKENS = (16, 128, 1024, 4096)  # of an expert
+TOKENS = (16, 128, 1024, 4096)  # tokens per expert
 MOST_ROWS = 131072
-HIDDEN, EXPERTS, CHOICES = 7168, 64, 8  # of dispatch
+HIDDEN, EXPERTS, CHOICES = 7168, 64, 8  # sizes for dispatch
 LAYER = {"experts": 8, "top": 2, "hidden": 4096, "inner": 14336, "tokens": 4096}
-TOLERANCE = 0.02  # of the largest element: sums of thousands of terms are rounded to bf16
+TOLERANCE = 0.02  # relative to the largest element: sums of thousands of terms are rounded to bf16
 
 Calls = dict[str, Callable[[], Any]]
 

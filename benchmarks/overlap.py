@@ -310,7 +310,7 @@ def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-_POOLS: list[Any] = []  # that hold registered memory, to the end of the process
+_POOLS: list[Any] = []  # keeps registered memory to the end of the process
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:

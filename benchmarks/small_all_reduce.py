@@ -28,7 +28,7 @@ SPIN = 1_000_000  # cycles for the host to enqueue
 # one step is missing, 0.079 and more. The largest error of an element is no measure: it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
-SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # of PyTorch's symmetric memory
+SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -40,7 +40,7 @@ def main() -> None:
         try:
             for row, peer in zip(times, times_on_ranks(partial(_symmetric_calls, name), ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
-        except Exception as error:  # of a rank: what torch raises there
+        except Exception as error:  # error of torch on a rank
             print(f"torch {name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
     for rows, row in zip(ROWS, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)

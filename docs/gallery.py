@@ -11,7 +11,7 @@ from hostweave.cli.demo import enqueued
 from hostweave.cli.programs import load_program
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 60  # of C++ on the page
+MOST_LINES = 60  # most lines of C++ on the page
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class Llama:
         self.cache = {name: torch.zeros(batch, c.num_key_value_heads // tp, self.length, c.head_dim, **like) for name in caches}
         self.ids = torch.zeros(1, batch, dtype=torch.int32, device=self.device)
         self.position = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # of this rank's part of the vocabulary
+        self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # logits of this rank's part of the vocabulary
         self.graph = None
 
     def start(self, prompts):

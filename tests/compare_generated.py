@@ -20,7 +20,7 @@ from typing import Any
 CHECKOUT = Path(__file__).parent.parent
 RANKS = (1, 2, 3, 4, 8)
 SEEDS = 100  # number of random programs
-SIZE = 8192  # of every named dim, if sizes are stated
+SIZE = 8192  # value of every named dim, if sizes are stated
 SHOWN = 12  # lines shown per diff
 
 

@@ -93,6 +93,6 @@ def epilogues(x, w, b, r):
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], gate=dtype["K", "F@x"], up=dtype["K", "F@x"], down=dtype["F@x", "K"])
 def gated_in_loops(x, gate, up, down):
     g = hw.matmul(x, gate).stream("M", chunks=D)
-    u = hw.matmul(x, up).stream("M", chunks=D)  # of the gather of the same loop
+    u = hw.matmul(x, up).stream("M", chunks=D)  # second stream of the loop with the gather
     h = (hw.clip(g, -1, 1) * u).named("h")
     return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)

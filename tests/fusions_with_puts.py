@@ -31,7 +31,7 @@ def mlp_put(x, w_in, w_out):
 
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
 def columns_put(x, w, v):
-    y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # of columns, which are not contiguous
+    y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # the columns are not contiguous
     return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # sums that bf16 has
 
 

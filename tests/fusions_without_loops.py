@@ -9,8 +9,8 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], y=dtype["M", "K@x"], w=dtype[16 * D, 16 * D], v=dtype["K@x", 16 * D])
 def exchanges(x, y, w, v):
-    gathered = hw.reshard(hw.relu(x), "M", "K")  # of a value in a window
-    columns = hw.reshard(y, "M", "K")  # of an input, along the inner dim
+    gathered = hw.reshard(hw.relu(x), "M", "K")  # gathers a value in a window
+    columns = hw.reshard(y, "M", "K")  # gathers an input along its inner dim
     turned = hw.reshard(x, "M", "K@x")  # all_to_all
     scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # a reduce_scatter along the inner dim
     summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # an all_reduce of all at once

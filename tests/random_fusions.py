@@ -541,7 +541,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # as programs do for uneven sizes
+        try:  # programs do the same for uneven sizes
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:

@@ -175,7 +175,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
         say(f"failed: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         say(f"interrupted: {rank.group.failure}")
-    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of the remaining ranks
+    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # variables of the remaining ranks
     again = Rank(hw.Environment(world), rank.target, local_rank)
     Calls(again, name).make()
     say(f"rank {again.group.rank} of {again.group.count} is right")

@@ -153,7 +153,7 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
     packages = {path.parent.relative_to(PACKAGE) for path in modules()}
-    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # of whole programs, and of C++
+    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # tests of whole programs, and of C++
     mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path(), *map(Path, others)}
     assert mine <= packages
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_WORDS = 45  # of one message, which has a place, a reason and a remedy
+MOST_WORDS = 45  # limit of one message, which has a place, a reason and a remedy
 PRIVATE = re.compile(r"\b(beside what|what takes|in turn|(?<!there )(is|are) no [a-z]|cannot be[;:])")  # words that users had to read twice
 
 

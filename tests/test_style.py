@@ -1,4 +1,4 @@
-"""Docstrings and comments are plain: they begin with a verb or a noun phrase, and their sentences are short."""
+"""Docstrings, comments and pages are plain: they begin with a verb or a noun phrase, and their sentences are short."""
 
 import ast
 import io
@@ -11,6 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FRAGMENTS = ("What", "Whether", "Of", "Those", "That", "Where", "By", "As")  # first words of fragments
+BROKEN_OFF = ("of", "those", "that", "whose", "which", "and", "as")  # first words of comments that continue a sentence of the code
+PRIVATE = re.compile(  # words for which the field has others: separate, next to, equal, one after another, contiguous, in
+    r"\b(?:of (?:its|their) own|in turn|turn by turn|beside|anew|other \w+ than|of ours|(?:of|to|for|from|by|with) what"
+    r"|what (?:it|they|is|are|has|have)|(?:stands?|lies?|lie) (?:in|at|on|behind|before|above|below|between|apart|over|under))\b"
+)
 MOST_WORDS = 30
 FOLDERS = [
     path.relative_to(ROOT) for path in sorted((ROOT / "codegen" / "hostweave").iterdir()) if path.name not in ("__pycache__", "py.typed")
@@ -49,16 +54,20 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of the prose of a docstring, without indented code and tables. An item of a list is a paragraph."""
-    prose = "\n".join("" if re.match(r" {4}|\|", line) else line for line in text.split("\n"))
-    for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose):
+    """Sentences of a docstring or a page, without code, tables, HTML and headings. An item of a list is a paragraph."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(?: {4}|\||<|#+ ).*", "", text, flags=re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
         yield from re.split(r"(?<=[.;:?!])\s+", " ".join(paragraph.split()))
 
 
 def problems(text: str) -> list[str]:
     words = text.split()
-    begin = [f"begins with {words[0]}"] if words and words[0].strip(",") in FRAGMENTS else []
-    return begin + [f"{len(words)} words: {' '.join(words)}" for words in map(str.split, sentences(text)) if len(words) > MOST_WORDS]
+    found = [f"begins with {words[0]}"] if words and words[0].strip(",") in FRAGMENTS else []
+    for sentence in sentences(text):
+        found += [f"has {private[0]!r}: {sentence}" for private in PRIVATE.finditer(re.sub(r"`[^`]*`", "", sentence))]
+        found += [f"{count} words: {sentence}" for count in (len(sentence.split()),) if count > MOST_WORDS]
+    return found
 
 
 def files(folder: Path) -> list[Path]:
@@ -71,14 +80,27 @@ def files(folder: Path) -> list[Path]:
 def test_prose_is_plain(folder: Path) -> None:
     found = []
     for file in files(folder):
-        prose = [*(docstrings(file) if file.suffix == ".py" else ()), *comments(file)]
-        found += [f"{file.relative_to(ROOT)}:{line} {one}" for line, text in prose if not NOT_PROSE.match(text) for one in problems(text)]
+        notes = [(line, text) for line, text in comments(file) if not NOT_PROSE.match(text)]
+        found += [f"{file}:{line} begins with {text}" for line, text in notes if text.partition(" ")[0] in BROKEN_OFF]
+        prose = [*(docstrings(file) if file.suffix == ".py" else ()), *notes]
+        found += [f"{file}:{line} {one}" for line, text in prose for one in problems(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
+def test_a_page_is_plain(page: Path) -> None:
+    found = problems(page.read_text())
     assert not found, "\n".join(found)
 
 
 def test_problems_are_found(tmp_path: Path) -> None:
-    assert problems("Whether it is.\n\n" + "word " * 31) == ["begins with Whether", "31 words: " + " ".join(["word"] * 31)]
+    assert problems("Whether it is.\n\n" + "word " * 31) == ["begins with Whether", "31 words: " + "word " * 30 + "word"]
     assert not problems("True if it is:\n\n    " + "code " * 31 + "\n\n- an item\n- " + "word " * 29)
+    assert not problems("# What it is\n\n```\n" + "code " * 31 + "\n```\n\nTakes `beside`.")
+    assert problems("A stream of its own.\nIt lies in memory.") == [
+        "has 'of its own': A stream of its own.",
+        "has 'lies in': It lies in memory.",
+    ]
     for name, mark in (("a.py", "#"), ("a.cpp", "//")):
         (tmp_path / name).write_text(f"{mark} Two lines\n{mark} of one.\nx = 1  {mark} behind\n")
         assert [text for _, text in comments(tmp_path / name) if text] == ["Two lines of one.", "behind"]

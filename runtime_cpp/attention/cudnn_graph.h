@@ -14,7 +14,7 @@
 
 namespace hw {
 
-constexpr int64_t kAlignment = 16;  // of operands, in bytes
+constexpr int64_t kAlignment = 16;  // alignment of operands, in bytes
 
 inline void expect(cudnnStatus_t status, const char* what) {
   if (status == CUDNN_STATUS_SUCCESS) return;

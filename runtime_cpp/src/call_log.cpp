@@ -30,9 +30,9 @@ struct LoggedOp {
   cudaEvent_t event = nullptr;
   const Channel* channel = nullptr;
   int peer = 0;    // a number of the world
-  int number = 0;  // of a signal
+  int number = 0;  // number of a signal
   int milestone = Milestones::kNone;
-  int group = 0;  // of NCCL, from 1
+  int group = 0;  // number of an NCCL group, from 1
   int line = 0;
   const char* call = "";
 
@@ -46,7 +46,7 @@ constexpr size_t kNoRecord = SIZE_MAX;
 
 struct LoggedOps {
   std::vector<LoggedOp> ops;
-  std::vector<int> milestones;  // of all ops
+  std::vector<int> milestones;  // milestones of all ops
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
@@ -128,7 +128,7 @@ class CallSolver {
 struct CallLog::Calls {
   mutable std::mutex mutex;  // guards all members except those used only by the thread that makes calls
   Milestones milestones;
-  std::deque<LoggedCall> calls;  // that are not known to be done
+  std::deque<LoggedCall> calls;  // calls that are not known to be done
   int64_t made = 0, done = 0;
   std::vector<std::shared_ptr<LoggedOps>>
       of_application;                // graphs, as long as the program lives: they may be launched at any time

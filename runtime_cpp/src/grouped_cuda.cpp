@@ -34,12 +34,12 @@ namespace {
 // Kernels by the rows of a tile: groups of few rows have small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
-constexpr int kBlocksEach = 2;  // of a multiprocessor
+constexpr int kBlocksEach = 2;  // blocks per multiprocessor
 
 template <class T>
 struct Chosen {
   void (*kernel)(GroupedProblem, T);
-  int64_t rows, columns;  // of a tile
+  int64_t rows, columns;  // size of a tile
 };
 template <class T>
 using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
@@ -128,7 +128,7 @@ cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t ro
 
 template <class T>
 cudaError_t set_maps(GroupedMaps& maps, const GroupedProblem& p) {
-  const int64_t matrices = p.outer ? 1 : p.groups, depth = p.outer ? p.rows : p.depth;  // of the other operand
+  const int64_t matrices = p.outer ? 1 : p.groups, depth = p.outer ? p.rows : p.depth;  // sizes of the other operand
   const cudaError_t statuses[] = {
       set_map(maps.x, p.x, 1, p.rows, p.depth, 0, p.x_pitch, 64, T()),
       p.transposed

@@ -145,7 +145,7 @@ constexpr int64_t kMostColumns = int64_t{1} << 14;
 // True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
 bool has_few_rows(const Problem& p, bool is_scaled) {
   if (is_scaled ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
-  const bool has_algorithm = p.a.rows % kScalesStep == 0;  // of cuBLASLt, for all scales
+  const bool has_algorithm = p.a.rows % kScalesStep == 0;  // cuBLASLt requires it for all kinds of scales
   if (is_scaled && p.a.rows > kFewRows && p.b.columns > kMostColumns && has_algorithm) return false;
   return p.a.rows <= (is_scaled ? kFewScaledRows : kFewRows) && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() &&
          p.a.row_major() && p.c.row_major();

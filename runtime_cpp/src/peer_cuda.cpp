@@ -122,7 +122,7 @@ struct PeerGroup::State {
   double timeout_seconds = 0;
   uint32_t meetings = 0, mappings = 0;         // counts of this rank
   std::atomic<bool> stuck = false;             // after an abort
-  const std::atomic<bool>* aborted = nullptr;  // of the rank, while the channel is made
+  const std::atomic<bool>* aborted = nullptr;  // the rank's flag, while the channel is created
   bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
 

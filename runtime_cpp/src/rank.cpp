@@ -26,7 +26,7 @@ int priority_of(const std::string& stream) {
 
 struct Rank::Pools {
   std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
-  std::set<std::string> axes;                                     // of channels
+  std::set<std::string> axes;                                     // axes of channels
   std::vector<SharedMemory> shared;
   std::map<std::string, std::vector<Stream>> streams;
   std::map<std::string, Handle> handles;  // by library

@@ -83,7 +83,7 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
     """The check's data for a buffer does not grow with its rows, so programs with large constant sizes are checked as fast."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
-    left = layout(bf16, (rows, columns // 2), (columns, 1))  # and the right half, 64 bytes further on
+    left = layout(bf16, (rows, columns // 2), (columns, 1))  # right half, 64 bytes later
     top = layout(bf16, (rows // 2, columns), (columns, 1))
     places = [(offset, of.rows, of.run) for offset, of in ((0, whole), (0, left), (columns, left), (0, top))]
     pieces = Pieces(rows * columns * 2, frozenset(places))

@@ -73,7 +73,7 @@ class Buffer:
 
     bytes: int
     lane: tuple[str, int] | None = None  # the stream that it belongs to
-    uses: list[list[int]] = field(default_factory=list)  # of first, last, joined
+    uses: list[list[int]] = field(default_factory=list)  # events of a use: first, last, joined
 
     def end(self, now: int, joined: int = FOREVER) -> None:
         for use in self.uses:

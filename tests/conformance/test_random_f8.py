@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 MESHES: tuple[dict[str, int], ...] = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4})
 GATHERS = ("p2p", "ring", "broadcast", "all_gather", "put")
 SCATTERS = ("p2p", "ring", "reduce", "reduce_scatter", "put")
-UNIT = {hw.f32: 2.0**-20, hw.f16: 2.0**-10, hw.bf16: 2.0**-7}  # of the largest element
+UNIT = {hw.f32: 2.0**-20, hw.f16: 2.0**-10, hw.bf16: 2.0**-7}  # tolerance relative to the largest element
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -249,7 +249,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # as programs do
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # programs with given sizes are compiled the same way
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)

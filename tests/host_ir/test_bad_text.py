@@ -43,7 +43,7 @@ SECONDS = 5.0
 
 
 def read_fusion(source: str) -> Fusion:
-    return hw.Fusion.parse(source)  # which verifies
+    return hw.Fusion.parse(source)  # also verifies
 
 
 def read_host(source: str) -> HostProgram:

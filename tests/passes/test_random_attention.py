@@ -38,7 +38,7 @@ class Case:
         self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
         known = Random(~seed)  # separate generator, so that other choices stay the same
         self.stated = {name: size if known.random() < 0.5 else name for name, size in self.sizes.items()}
-        rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # as many keys as rows, or another number
+        rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # the numbers of rows and keys may be equal
         self.batch: list[int | str] = random.choice([[], [self.stated["B"]]])
         heads, columns = groups * of_group, random.choice([8, self.size])
         self.inputs = {

@@ -31,7 +31,7 @@ ROUTINGS = {
     "no rows": [0, 0, 0, 0, 0],
     "beyond the end": [10, 20, 24, 30, 99],
 }
-SHARDINGS = {  # of x, w, y and the gradient of w
+SHARDINGS = {  # shardings of x, w, y and the gradient of w
     "replicated": ((), (), ()),
     "rows": (("T",), (), ("T",)),
     "experts": ((), ("E",), ()),

@@ -23,7 +23,7 @@ def numbered(table: hw.Tensor, ids: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor,
 def test_no_kernel_makes_the_whole() -> None:
     host = lower(numbered, Options())
     launches = [i for i in tree.walk(host.body) if tree.names(i, "launch")]
-    assert len(launches) == 4  # of the lookup, its all_reduce, the mask and the numbers
+    assert len(launches) == 4  # the lookup, its all_reduce, the mask and the numbers
     assert not any(isinstance(i, ir.Slice) for i in tree.walk(host.body))
     offsets = {str(size) for kernel in host.kernels for size in kernel.sizes}
     assert offsets == {"first(V, tp)", "first(S, tp)"}

@@ -21,7 +21,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower
 
 RANKS, TRANSPORTS = (1, 2, 3, 4, 8), ("auto", "two_sided", "peer", "one_sided")
-ROWS = (5, 7, 12)  # of each shard
+ROWS = (5, 7, 12)  # rows of each shard
 BY_COPIES = {"ring", "put", "all_gather", "reduce_scatter"}
 POSSIBLE = {
     "auto": {*GATHERING, *SCATTERING},

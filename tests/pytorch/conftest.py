@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-_EXPORTED: dict[Any, Any] = {}  # of modules that tests share, each with the same inputs, by training or not
+_EXPORTED: dict[Any, Any] = {}  # exports of modules that tests share, each with the same inputs, with and without training
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], di
         inputs["labels"] = torch.tensor([0, 1])
     else:
         inputs["labels"] = inputs["input_ids"].clone()
-        inputs["labels"][0, 3] = -100  # which no loss counts
+        inputs["labels"][0, 3] = -100  # losses ignore it
     plan = dict(PLANS[name]) if ranks > 1 else {}
     if ranks == 4:
         plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}

@@ -86,7 +86,7 @@ def test_logits_on_gpus(name: str, dtype: str, ranks: int) -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLANS[name] if ranks > 1 else {}, inputs)
     with torch.no_grad():
         got, want = compiled(**inputs).logits, module(**inputs).logits
-    allowed = 1e-5 if dtype == "float32" else 0.02  # of bf16: some roundoffs of the largest logit
+    allowed = 1e-5 if dtype == "float32" else 0.02  # for bf16, some roundoffs of the largest logit
     torch.testing.assert_close(got, want, rtol=0, atol=allowed * float(want.abs().max()) + 1e-6)
 
 

@@ -37,7 +37,7 @@ CASES = [
     for number in range(BATCHES)
     for ranks in (1, 2, 4)
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own samples
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about its own samples
 NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 

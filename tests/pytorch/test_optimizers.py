@@ -60,7 +60,7 @@ OF_TORCH: dict[str, Make] = {
     "rprop": lambda of: torch.optim.Rprop(of),
     "of a user": lambda of: Lion(of, lr=0.01, weight_decay=0.1),
 }
-MORE = ("sgd", "nesterov", "adam", "adagrad", "adadelta", "adamax", "nadam")  # of the same
+MORE = ("sgd", "nesterov", "adam", "adagrad", "adadelta", "adamax", "nadam")  # further optimizers
 MORE_RANKS = [("adafactor", 4), ("muon", 1), ("momentum", 4)]
 
 
@@ -198,7 +198,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
     step = compiled(module, optimizers[0], ranks, scaler=scalers[0], **options)
     for number in range(7):
         for call in range(calls):
-            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # of which the square is infinite
+            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # its square is infinite
             loss = want(x)
             scalers[1].scale(loss).backward()
             torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)

@@ -163,7 +163,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
     assert unrolled_ir(compiled.program).count("call @layer") == count
 
     whole = Loss(copy.deepcopy(module))
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # that small gradients move little
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # small gradients move little
     given = x.detach(), keep, argument.detach()
     step = hostweave.torch.compile(whole, hw.Mesh(tp=ranks), plan, given, optimizer=optimizers[0])
     loss = module(*given).square().mean()

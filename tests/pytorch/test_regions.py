@@ -143,7 +143,7 @@ def test_a_break(kind: str) -> None:
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads behind a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it after a break
 def test_a_break_in_training() -> None:
     module = Model(prints)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False, training=True)

@@ -184,7 +184,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(hooked, "", "up._forward_hooks is another", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
-    expect(outer, "", "0")  # that hook is not part of the traced layer
+    expect(outer, "", "0")  # the traced layer does not include that hook
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
     expect(replaced, "", "up.forward is another")

@@ -348,7 +348,7 @@ def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool)
 
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
     compiled, module = layers
-    for factor in (1.0, 1024.0):  # as grad scaling has it
+    for factor in (1.0, 1024.0):  # factors of a gradient scaler
         for got, want in zip(gradients(compiled, module, factor), gradients(module, module, factor), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * factor)
     host = compiled.backward.host_ir

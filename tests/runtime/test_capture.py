@@ -94,7 +94,7 @@ def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarra
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
     """Replays with new inputs give new exact outputs; inputs are small integers.
 
-    Calls with larger sizes come in between, for which the program uses other memory than the graph. Some launches run as one
+    Calls with larger sizes come in between, for which the program uses memory outside of the graph. Some launches run as one
     queue, in any order of nodes.
     """
     ranks = fusion.mesh.size

@@ -412,7 +412,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreMeeting, "gather", counted)
-    if by == "store":  # as if on two hosts
+    if by == "store":  # pretends that ranks are on two hosts
         monkeypatch.setattr(hw.Group, "made_board", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:

@@ -303,7 +303,7 @@ def test_ctrl_c(broken) -> None:
     assert works()
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where another test has imported it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns if another test has imported it
 def test_a_forked_process_says_that_it_cannot_run_programs() -> None:
     assert works()
     read, write = os.pipe()

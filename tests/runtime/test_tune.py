@@ -98,7 +98,7 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     kept = json.loads((folder / "algorithms.json").read_text())
     assert {problem: bytes.fromhex(kept[problem])[0] for problem in new} == new
 
-    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # as if from another process
+    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # pretends that another process measured
     replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(kept)))
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()

@@ -76,7 +76,7 @@ TEST(all_gather_also_in_place) {
 
 TEST(all_reduce_of_every_operation) {
   with_comm(3, [](int r, ncclComm_t comm, cudaStream_t s) {
-    const float want[] = {6, 6, 3, 1, 2};  // of 1, 2, 3: sum prod max min avg
+    const float want[] = {6, 6, 3, 1, 2};  // results for 1, 2, 3: sum prod max min avg
     for (int op = 0; op < ncclNumOps; ++op) {
       const Buffer x(5);
       OK(set(x, r + 1, 5, s));

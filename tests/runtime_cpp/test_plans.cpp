@@ -73,7 +73,7 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     OK(cudaStreamSynchronize(launching));
     EXPECT(done.exchange(false));
     OK(calls.begin_call(launching));
-    OK(cudaGraphLaunch(exec, launching));  // and now for the one before
+    OK(cudaGraphLaunch(exec, launching));  // also waits for the one before
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT(!done);
     go = true;

@@ -17,7 +17,7 @@ using namespace std::chrono_literals;
 
 constexpr int kRanks = 3, kCount = 4;
 int silent = -1;      // a rank that sends nothing
-bool blocks = false;  // and blocks until its channel is aborted
+bool blocks = false;  // True if it also blocks until its channel is aborted
 
 // y of a rank is x of the previous rank.
 struct Pass {
@@ -136,7 +136,7 @@ void expect_an_end(bool rank_blocks) {
   auto given_up = std::chrono::steady_clock::time_point();
   const auto errors = ranks.each(run, [&] {
     while (ranks.waiting(2) < 0.3) std::this_thread::sleep_for(10ms);
-    EXPECT(ranks.instances[2]->progress().done == 2);  // those of the round before
+    EXPECT(ranks.instances[2]->progress().done == 2);  // numbers of the previous round
     given_up = std::chrono::steady_clock::now();
     ranks.abort();
   });

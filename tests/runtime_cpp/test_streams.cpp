@@ -50,7 +50,7 @@ TEST(legacy_default_stream_orders_blocking_streams) {
     const Buffer x(1), y(1);
     OK(set(x, 3, 1, before));
     OK(cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToDevice, nullptr));  // waits for `before`
-    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // and `after` for it
+    EXPECT(fetch<float>(y, 1, after)[0] == 3);                        // `after` waits for it
   });
 }
 
@@ -279,7 +279,7 @@ TEST(neighbouring_bytes_do_not_conflict) {
     const Stream a, b;
     const Buffer<unsigned char> x(64), y(64), z(64);
     OK(cudaMemcpy2DAsync(x, 8, y, 4, 4, 8, cudaMemcpyDeviceToDevice, a));      // the left half of every row
-    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // and the right half
+    OK(cudaMemcpy2DAsync(x + 4, 8, z, 4, 4, 8, cudaMemcpyDeviceToDevice, b));  // copies the right half
     OK(cudaDeviceSynchronize());
   });
 }

@@ -138,7 +138,7 @@ def expect_in_order(report: Report) -> None:
     by_stream: dict[tuple[int, str], list[Any]] = {}
     for event in found.events:
         assert 0 <= event.start <= event.end
-        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # of one rank, and of others
+        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # events of one rank, and of others
         assert all(found.events[other].start <= event.end + 1 for other in event.meets)
         by_stream.setdefault((event.rank, event.stream), []).append(event)
     for events in by_stream.values():

@@ -26,7 +26,7 @@ class Iteration:
     to `kept` ones. Each result has either all indices, or only the indices that are not reduced.
     """
 
-    sizes: dict[str, Size]  # of every index, in the order in which the inputs name them
+    sizes: dict[str, Size]  # size of every index, in the order in which the inputs name them
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]

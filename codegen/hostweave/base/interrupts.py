@@ -18,7 +18,7 @@ from hostweave.base.shortages import expect_memory, tells_shortages
 T = TypeVar("T")
 
 LOOK = 0.05  # seconds between two checks of whether to continue waiting
-_THREAD_BYTES = 4 << 20  # that Python may need for a thread, in addition to its stack
+_THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
 _PATIENCE = 15.0  # seconds that interrupted work has to end
 
 

@@ -21,9 +21,7 @@ _MEMORY = (
     r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|bad_alloc|MemoryError|failed to map segment|cannot map zero-fill pages"
     r"|Killed signal|signal 9\b"  # the kernel kills a process if memory is short
 )
-_GPU = (
-    r"CUDA out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|Out of memory allocating [\d,]+ bytes"  # of torch, CUDA, CuPy
-)
+_GPU = r"CUDA out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|Out of memory allocating [\d,]+ bytes"  # torch, CUDA, CuPy
 _THREADS = r"can't start new thread|Resource temporarily unavailable"
 _REMEDIES = {
     _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to folders of your own with room to write",

@@ -68,7 +68,7 @@ class Run:
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)
-    places: dict[str, Held] = field(init=False)  # of each buffer
+    places: dict[str, Held] = field(init=False)  # name of a buffer -> its place
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)

@@ -32,7 +32,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
-MOST_CALLS = 4  # of a repeat: the first, the last, and one or two between, because carried values alternate between two buffers
+MOST_CALLS = 4  # calls of a repeat: the first, the last, and one or two between, because carried values alternate between two buffers
 USUAL = 4096  # smallest value of a size that is not given
 
 

@@ -23,7 +23,7 @@ NEEDED_PACKAGES = {
 }
 
 
-OF_OTHERS = "figures"  # which runs the others
+OF_OTHERS = "figures"  # this benchmark runs the others
 
 
 def known() -> list[str]:

@@ -72,7 +72,7 @@ class ArenaEvents:
     """Calls of `hw::MemoryPlan`, recorded; `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
-        self.count = 0  # of buffers
+        self.count = 0  # number of buffers
         self.events: list[tuple[int, int, int, int, int]] = []
         self.pools: dict[str, int] = {}
 

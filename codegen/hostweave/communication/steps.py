@@ -107,7 +107,7 @@ class LoopSteps:
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
     rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
     start: int = 0
-    suffix: str = ""  # of names of chunks. "" is that of the iteration: the loop index
+    suffix: str = ""  # suffix of names of chunks; "" means the loop index of the iteration
 
     @property
     def subchunks(self) -> Size:

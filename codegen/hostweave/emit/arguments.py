@@ -42,7 +42,7 @@ class CheckedArgument:
     again: bool  # check the shape again once its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
-    parameter: str  # of the program; the first tensor, for a group
+    parameter: str  # parameter of the program; for a group, its first tensor
     path: str  # in the struct of inputs or outputs
     on: str = ""  # C++ condition that a rank holds it; empty if all do
     memory: str = ""  # for an output: path of the input that was donated for it

@@ -90,7 +90,7 @@ class ProgramContext:
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.structs = tuple(structs_of(program, names))
-        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # of each process group
+        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # group -> its array of structs
         self.passed: dict[str, tuple[Passed, ...]] = {f.name: passed_to(program, f.name, self.structs) for f in program.functions}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})

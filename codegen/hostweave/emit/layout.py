@@ -21,7 +21,7 @@ INDENT = "  "
 def format_cpp(text: str) -> str:
     """Formats C++ text that has one statement per line: indents it and breaks long lines."""
     lines: list[str] = []
-    indents = [""]  # of the enclosing blocks
+    indents = [""]  # indents of the enclosing blocks
     function = 0  # first line of the current function
     for line in map(str.strip, text.splitlines()):
         is_code = bool(line) and not line.startswith(("//", "#"))

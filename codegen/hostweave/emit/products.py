@@ -24,7 +24,7 @@ def multiplies(kernel: ir.Kernel) -> bool:
 class _EachElement(LoopPrinter):
     """Loop over the elements that hw::few_rows passes to its epilogue, one at a time."""
 
-    head = ""  # of the call of hw::few_rows
+    head = ""  # begin of the call of hw::few_rows
     grid = ""
     bounds = "hw::kProductThreads, 2"
     multiplies = True

@@ -120,7 +120,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # whose shardings the repeated functions determine
+    groups = made.returned or (None,) * len(made.outputs)  # the repeated functions determine their shardings
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())

@@ -19,7 +19,7 @@ def unrolled(fusion: Fusion) -> Fusion:
 class _Unrolling:
     def __init__(self, given: Fusion):
         self.given, self.taken = given, {*given.values(), *(value.name for value in (*given.arguments, *given.results))}
-        self.elements = {value.name: value.group.names for value in given.inputs if value.group}  # of groups and stacks
+        self.elements = {value.name: value.group.names for value in given.inputs if value.group}  # group or stack -> its tensors
         self.returned = {name: group.names for name, group in zip(given.outputs, given.returned, strict=False) if group}
         self.same: dict[str, str] = {}
         self.repeats = {op.result.name for op in given.ops if op.kind == "repeat"}

@@ -68,7 +68,7 @@ class Instruction:
     work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
     orders: ClassVar[bool] = False  # orders streams, so no work moves past it
     marks: ClassVar[bool] = False  # notes when a stream reaches it
-    log_sum_exps: ClassVar[str] = ""  # of attention: "gives" them in its field `lse`, or "takes" them
+    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" log-sum-exps in it, or "takes" them
     grouped: ClassVar[bool] = False  # posts sends and recvs in a group
     # kind of communication: send, recv, collective, signal, wait_signal or get; all but get match their counterparts in order
     posts: ClassVar[str] = ""

@@ -16,7 +16,7 @@ from hostweave.targets.target import CPU_DEVICE
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
 
-Array = Any  # of any supported library
+Array = Any  # an array of any supported library
 
 
 class ArrayLibrary(Protocol):

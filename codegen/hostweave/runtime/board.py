@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # of the value; the upper bits hold the number of the exchange
+_BITS = 48  # bits of the value; the upper bits hold the number of the exchange
 _WORD = 8  # bytes, read and written atomically
 _SPINS = 200  # polls without a pause
 _LOOK = 0.05  # seconds between calls of `waits`

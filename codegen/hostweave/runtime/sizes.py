@@ -21,7 +21,7 @@ class CallSizes(NamedTuple):
     """Shapes of a call's inputs, as one rank knows them."""
 
     local: Sequence[Shape]
-    of_all: Sequence[Shape]  # of the global arrays, as the rank infers them
+    of_all: Sequence[Shape]  # shapes of the global arrays, as the rank infers them
 
 
 class LastSizes:

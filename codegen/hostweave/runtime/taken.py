@@ -28,8 +28,8 @@ _MOST_TAKEN = 64  # maximum number of cached argument lists per table
 class BoundTable:
     """Bound inputs of a program on a rank, checked, with a free slot for each other input."""
 
-    library: ArrayLibrary | None  # of the first array on this rank
-    shapes: tuple[Shape | None, ...]  # of all inputs; None if a call passes the input
+    library: ArrayLibrary | None  # library of the first array on this rank
+    shapes: tuple[Shape | None, ...]  # shapes of all inputs; None if a call passes the input
     spans: tuple[Span, ...]
     digest: str  # "" if nothing is bound
     native: Any
@@ -46,14 +46,14 @@ class Taken:
     """Checked arrays of a call, besides the bound ones, and the destinations of its outputs. It keeps no array alive."""
 
     table: BoundTable
-    library: ArrayLibrary | None  # of the first array on this rank
+    library: ArrayLibrary | None  # library of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # global sizes that the caller states
     stream: int  # cudaStream_t
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
     donated: tuple[int, ...]  # per output the address of the donated input, else 0
-    spans: tuple[Span, ...]  # of inputs and given outputs
+    spans: tuple[Span, ...]  # memory of inputs and given outputs
     windows: tuple[WindowPlace, ...]  # places of the arguments that the program declares in windows
 
     @property

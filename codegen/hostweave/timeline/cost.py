@@ -19,7 +19,7 @@ from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
-FORK = LOOP / 4  # and of a fork or a join: a loop has two of each, of its matmuls and of its communications
+FORK = LOOP / 4  # also the time of a fork or a join: a loop has two of each, of its matmuls and of its communications
 EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
 FIRST = 3e-6  # seconds until the last rank has come to a communication that begins a call; after other work it costs nothing
 SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted

@@ -15,7 +15,7 @@ from hostweave.fusion_ir.ops import communicates
 from hostweave.timeline.events import COMMUNICATION, COMPUTE
 
 LINE = 18  # pixels of a row
-ARCS = 90  # and width of the arcs next to the rows
+ARCS = 90  # also the width of the arcs next to the rows
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: sizes of the picture, of the names o
 LANE, GAP = 18, 10
 MEMORY = 48  # pixels of the most bytes that are held
 LETTER = 6.2  # pixels of one character
-MOST_RANKS = 16  # that a picture shows
+MOST_RANKS = 16  # most ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 APART = 4.0  # a timeline that is so many times longer than another one gets a separate scale
 
@@ -22,7 +22,7 @@ APART = 4.0  # a timeline that is so many times longer than another one gets a s
 class StreamRow:
     """One stream of one rank in one timeline."""
 
-    number: int  # of the timeline
+    number: int  # number of the timeline
     rank: int
     stream: str
     y: int
@@ -33,7 +33,7 @@ class StreamRow:
 class Box:
     """A rectangle: an event, or a time in which a rank communicates and does not compute."""
 
-    number: int  # of the timeline
+    number: int  # number of the timeline
     event: int  # its number, -1 of exposed communication
     start: float  # microseconds
     end: float

@@ -40,7 +40,7 @@ class SimulatedTask:
     work: Work
     after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
     followers: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Gathering] = field(default_factory=list)  # that must be complete before its work begins
+    meets: list[Gathering] = field(default_factory=list)  # meetings that must be complete before its work begins
     completes: list[Gathering] = field(default_factory=list)  # meetings that it must reach
     blocked: int = 0
     expected: int = 0
@@ -80,7 +80,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
     serialised."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
-    engine: dict[object, str] = {}  # that each stream used last
+    engine: dict[object, str] = {}  # stream -> the engine that it used last
     posted: SimulatedTask | None = None
     has_met = False
     for operation in operations:

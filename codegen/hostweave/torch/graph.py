@@ -26,7 +26,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 ATTENTION = "scaled_dot_product_attention.default"
-RESHARD = "hostweave.reshard.default"  # which states the sharding of a value
+RESHARD = "hostweave.reshard.default"  # op that states the sharding of a value
 
 
 @dataclass(frozen=True)

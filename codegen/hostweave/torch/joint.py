@@ -55,7 +55,7 @@ class Joint:
     sources: list[Node]  # the nodes of `outer` that the joint graph takes
     origins: list[Origin]  # the meanings of `sources`, then the seeds
     results: list[Node]  # the nodes of `outer` that are computed
-    differentiable: list[bool]  # which results have gradients
+    differentiable: list[bool]  # True for each result that has a gradient
     whole: GraphModule  # results, then the gradients of all sources
     dropouts: int
     needs_gradient: dict[str, bool]  # by name of an argument

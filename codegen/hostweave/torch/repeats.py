@@ -281,7 +281,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
         return found
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name not in ("__dict__", "__class__"):  # as torch does when it traces modules
+        if name not in ("__dict__", "__class__"):  # torch ignores them, too, when it traces modules
             written.append(name)
         own.__setattr__(self, name, value)
 

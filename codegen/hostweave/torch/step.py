@@ -275,7 +275,7 @@ class TrainingStep(Differentiated):
         if self._clip is not None:
             wide = [cast(g, torch.float32) if g.dtype != hw.f64 else g for g in gradients]
             norm = [hw.sqrt(sum((hw.sum(g * g) for g in wide[1:]), hw.sum(wide[0] * wide[0])))]
-            scale = hw.minimum(self._clip / (norm[0] + 1e-6), 1.0)  # as torch.nn.utils.clip_grad_norm_
+            scale = hw.minimum(self._clip / (norm[0] + 1e-6), 1.0)  # same formula as torch.nn.utils.clip_grad_norm_
             gradients = [hw.astype(one * scale, g.dtype) for one, g in zip(wide, gradients, strict=True)]
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self._updated, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}

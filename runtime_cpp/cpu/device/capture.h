@@ -19,7 +19,7 @@ struct Node {
   Place place;
   // Predecessors: the last node of its lane, and nodes of other lanes that the lane waits for.
   std::vector<std::size_t> after;
-  std::vector<std::uint64_t*> marks = {};  // of the op
+  std::vector<std::uint64_t*> marks = {};  // marks of the op
 };
 
 // An active or finished capture.

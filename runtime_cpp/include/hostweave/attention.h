@@ -19,9 +19,9 @@ extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16
 extern const AttentionKernels attention_bf16_64, attention_bf16_128, attention_bf16_256;
 
 struct AttentionOptions {
-  double scale = 1;                           // of the scores
+  double scale = 1;                           // scale of the scores
   bool causal = false;                        // a row attends to columns up to the diagonal
-  int64_t window = 0;                         // and only to the last `window` of them; 0: all
+  int64_t window = 0;                         // rows only attend to the last `window` of them; 0: all
   bool has_lse = false;                       // also returns log-sum-exps
   bool has_lengths = false;                   // columns end at the given lengths
   bool from_end = false;                      // the diagonal is relative to that end

@@ -41,7 +41,7 @@ struct AttentionKernel {
   bool causal;       // row i attends to columns up to
   int64_t diagonal;  // i + diagonal,
   bool from_end;     // plus the length,
-  int64_t window;    // and only the last so many of them; 0: all
+  int64_t window;    // rows only attend to the last `window` columns; 0: all
 
   HeadsAt<const void> o_gradient;
   HeadsAt<void> q_gradient, k_gradient, v_gradient;

@@ -65,7 +65,7 @@ class Channel {
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
   // The axes along which its ranks differ: "dp, tp".
   const char* name() const { return name_; }
-  void set_name(const char* name) { name_ = name; }  // which outlives it
+  void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 
   // Transport peer: enqueues a signal to a peer. It blocks the stream until the peer has consumed the previous one.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;

@@ -218,7 +218,7 @@ struct NarrowSums {
   static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;
 
   float sums[kFewRows * kGroups][2] = {};
-  const int column = threadIdx.x % 32;  // and column + 32
+  const int column = threadIdx.x % 32;  // this thread's columns are this one and column + 32
 
   template <int kCount>
   __device__ void add(const FewRows<T, kCount>& p, const T* weights, int64_t first, int64_t j) {

@@ -14,7 +14,7 @@ struct FewRowsProduct {
   FewRows<void, 1> operands;
   ProductEnd<void> end;
   bool transposed;
-  ProductScales scales;  // of 8-bit floats
+  ProductScales scales;  // scales of 8-bit floats
 };
 
 struct FewRowsKernels {

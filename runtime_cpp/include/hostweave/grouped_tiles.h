@@ -8,7 +8,7 @@ constexpr int kGroupedThreads = 256;
 
 // Products by warpgroups of Hopper: a warpgroup copies, and two multiply.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
-constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // of a tile
+constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // size of a tile
 constexpr int kWarpgroupStages = 4;
 constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes: stages, results, and alignment
 
@@ -92,7 +92,7 @@ __device__ inline void multiply_tile(float (&sums)[4], const unsigned (&a)[4], u
 template <class T, int kTileRows, int kWarpRows, bool kTurnedA, bool kTurnedB>
 struct TileProduct {
   static constexpr int kRows = kTileRows, kColumns = 128, kDepth = 32, kWarps = kGroupedThreads / 32;
-  static constexpr int kStages = kRows == 16 ? 5 : kRows == 64 ? 4 : 3;  // of at most 48 KiB
+  static constexpr int kStages = kRows == 16 ? 5 : kRows == 64 ? 4 : 3;  // stages that fit into 48 KiB
   static constexpr int kWarpsDown = kRows / kWarpRows, kWarpColumns = kColumns / (kWarps / kWarpsDown);
   static constexpr int kStage = (kRows + kColumns) * kDepth;
 

@@ -3,7 +3,7 @@
 //
 // Each sender, receiver and number has one word, which is 0 or 1. A signal waits until the word is 0 and sets it to 1; a wait
 // waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
-// The words are in host memory, so that a rank whose peer is gone can end the waits of its own streams.
+// The words are in host memory, so that a rank whose peer is gone can end the waits of its streams.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>

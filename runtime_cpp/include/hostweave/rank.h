@@ -18,7 +18,7 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per 
 struct Stream {
   cudaStream_t handle = nullptr;
   void* workspace = nullptr;
-  const char* name = nullptr;  // of the rank's streams, of which this is one
+  const char* name = nullptr;  // name of the rank's streams, which include this one
   int index = 0;
 
   // For a call, whose line the log of calls takes.

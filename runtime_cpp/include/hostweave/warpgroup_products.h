@@ -193,7 +193,7 @@ class WarpgroupProducts {
   float sums_[kColumns / 8][4];
 
   __device__ static unsigned address(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
-  __device__ static int thread() { return threadIdx.x - 128; }  // of those that multiply
+  __device__ static int thread() { return threadIdx.x - 128; }  // number among the threads that multiply
   __device__ static int warpgroup() { return thread() / 128; }
   __device__ static bool is_storing() { return threadIdx.x % 128 == 0; }
   __device__ PhaseBarrier filled(int stage) const { return {barriers_ + stage * 8}; }

@@ -188,7 +188,7 @@ def test_gradients_of_two_micro_batches_are_reduced_once() -> None:
 
 def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() -> None:
     program = fusions("transformer.py")["swiglu_backward_tp"]
-    assert communications(program) == ["all_reduce"] * 4  # and those of three weights
+    assert communications(program) == ["all_reduce"] * 4  # one for the input, three for the weights
 
 
 def test_the_sizes_decide() -> None:

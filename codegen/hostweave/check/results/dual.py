@@ -17,7 +17,7 @@ from hostweave.check.results.field import P
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.lanes import Lanes, Part, Real
 
-TOLERANCE = 1e-6  # of shadows
+TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):

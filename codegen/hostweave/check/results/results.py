@@ -43,7 +43,7 @@ class Difference:
 
     output: str
     rank: int
-    index: tuple[int, ...]  # of the global output
+    index: tuple[int, ...]  # position in the global output
     sizes: Sizes
     seeds: int
     got: float
@@ -133,7 +133,7 @@ class ComparedOutput:
     got: Lanes
     want: Lanes
     places: NDArray[np.intp]  # indices of its elements in the global output
-    shape: tuple[int, ...]  # of that
+    shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
         """Returns True at the elements whose shadows or integers differ."""

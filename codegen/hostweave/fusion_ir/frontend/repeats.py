@@ -46,7 +46,7 @@ class _Run:
 
     function: Fusion
     calls: tuple[Op, ...]
-    results: tuple[Column, ...]  # of each result; "" if nothing uses it
+    results: tuple[Column, ...]  # one column per result; "" if nothing uses it
     carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
     each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the stack or group of which each call takes the previous tensor
@@ -304,7 +304,7 @@ class _Rewriting:
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
         self.element: dict[str, tuple[str, int]] = {}  # a value -> the tensor of a group or stack that it is
-        self.name_of: dict[Column, str] = {}  # of groups and stacks
+        self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # a value -> the value in its place
         self.functions: dict[str, Fusion] = {}
 

@@ -315,6 +315,6 @@ OPS["cumsum"] = OpDef(
 OPS["argsort"] = OpDef(
     1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
 )
-OPS["inverse_order"] = OpDef(  # of rows that have each of 0, 1, ..., n - 1 once
+OPS["inverse_order"] = OpDef(  # its rows contain each of 0, 1, ..., n - 1 once
     1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
 )

@@ -33,7 +33,7 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 class _Folding:
     def __init__(self, program: Mesh):
         self.program = program
-        self.ranges: dict[str, Range] = {}  # of indices
+        self.ranges: dict[str, Range] = {}  # ranges of indices
         self.chosen: dict[str, str] = {}  # decided choices, each with the buffer that replaces it
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:

@@ -84,7 +84,7 @@ struct ProgramTable {
   const char* name;  // name of the user's function
   const char* mesh;  // "mesh(dp=2, tp=4)"
   int world;         // number of ranks
-  List<Axis> axes;   // of the mesh; the last axis varies fastest
+  List<Axis> axes;   // axes of the mesh; the last axis varies fastest
   List<MeshChannel> channels;
   List<SubmeshChannel> submesh_channels;
   bool prepares_together = false;  // prepare is collective

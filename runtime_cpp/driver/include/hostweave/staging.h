@@ -61,7 +61,7 @@ class StagedCalls {
   Table nothing_bound_;
   int device_;
   cudaStream_t caller_ = nullptr;
-  std::vector<DeviceMemory> inputs_, outputs_;      // of all calls
+  std::vector<DeviceMemory> inputs_, outputs_;      // arrays of all calls
   std::vector<std::vector<DeviceMemory>> fetched_;  // [call][input]
   std::vector<Call> calls_;
   std::vector<Placed> placed_;
