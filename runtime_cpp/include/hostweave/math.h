@@ -35,11 +35,10 @@ HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_
 class Divisor {
  public:
 #ifdef __CUDACC__
-  HW_DEVICE explicit Divisor(float divisor)
-      : scale_(fabsf(divisor) < 0x1p-64f  ? 0x1p64f
-               : fabsf(divisor) > 0x1p64f ? 0x1p-64f
-                                          : 1.0f),
-        reciprocal_(__frcp_rn(scale_ * divisor)) {}
+  HW_DEVICE explicit Divisor(float divisor) : scale_(fabsf(divisor) < 0x1p-64f ? 0x1p64f : 1.0f) {
+    if (fabsf(divisor) > 0x1p64f) scale_ = 0x1p-64f;
+    reciprocal_ = 1.0f / (scale_ * divisor);
+  }
   friend __device__ float operator/(float x, const Divisor& by) { return x * by.scale_ * by.reciprocal_; }
 
  private:

@@ -1,6 +1,5 @@
 // Transposition of what a kernel computes, by tiles: threads read along rows, and write along columns.
 #pragma once
-#include "hostweave/index.h"
 #include "hostweave/kernel.h"
 
 namespace hw {
@@ -18,14 +17,14 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       return T{};
     }
   }());
-  constexpr int kPadding = sizeof(Word) / sizeof(T);  // columns begin in different banks
-  constexpr int kStored = 16 / sizeof(T);             // elements per store
+  constexpr int kPadding = sizeof(Word) / sizeof(T);                   // columns begin in different banks
+  constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // per store
   __shared__ alignas(16) T tile[kTransposed][kTransposed + kPadding];
   const bool is_wide = pitch % kStored == 0 && aligned(to);
-  const int64_t across = ceil_div(columns, kTransposed), tiles = ceil_div(rows, kTransposed) * across;
-  for (int64_t number : over_blocks(tiles)) {
+  const int64_t across = (columns + kTransposed - 1) / kTransposed, down = (rows + kTransposed - 1) / kTransposed;
+  for (int64_t number : over_blocks(down * across)) {
     const int64_t i = number / across * kTransposed, j = number % across * kTransposed;
-    const int height = smaller(rows - i, kTransposed), length = smaller(columns - j, kTransposed);
+    const int64_t height = rows - i, length = columns - j;  // of the tile, if it is at the edge
 #pragma unroll
     for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kWidth) {
       const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
@@ -41,8 +40,8 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       const int column = (at + threadIdx.x * kStored) / kTransposed, row = threadIdx.x * kStored % kTransposed;
       T* const first = to + (j + column) * pitch + i + row;
       if (column < length && is_wide && row + kStored <= height) {
-        Values<Word, 16 / sizeof(Word)> words;
-        for (int e = 0; e < 16 / sizeof(Word); ++e) words[e] = reinterpret_cast<const Word*>(&tile[column][row])[e];
+        Values<Word, kWords> words;
+        for (int e = 0; e < kWords; ++e) words[e] = reinterpret_cast<const Word*>(&tile[column][row])[e];
         store(reinterpret_cast<Word*>(first), words);
       } else if (column < length) {
         for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
@@ -58,7 +57,7 @@ template <int kWidth = 1, class T, class Compute>
 void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   for (int64_t begin = 0; begin < rows; begin += kTransposed) {
     for (int64_t j = 0; j < columns; j += kWidth) {
-      for (int64_t i = begin; i < smaller(begin + kTransposed, rows); ++i) {
+      for (int64_t i = begin; i < rows && i < begin + kTransposed; ++i) {
         const Values<T, kWidth> values = compute(i, j);
         for (int e = 0; e < kWidth; ++e) to[(j + e) * pitch + i] = values[e];
       }
