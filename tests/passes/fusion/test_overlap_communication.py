@@ -226,6 +226,23 @@ def test_sums_that_kernels_may_add_up() -> None:
     assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # no other kernel overlaps
 
 
+@pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])
+def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, columns: int, is_beside: bool) -> None:
+    """A gather beside a product would keep all sums out of kernels, which add up faster than collectives."""
+    inputs = "%x: bf16[16, 64@x], %w: bf16[64@x, 64], %u: bf16[4096, 4096], %s: bf16[N@x, N]"
+    ops = "\n".join(
+        f"""%p{i}: bf16[16, 64] partial(sum, x) = matmul({f"%y{i - 1}" if i else "%x"}, %w)
+        %h{i}: bf16[16, 64] = all_reduce(%p{i}, axes=(x), reduction=sum)
+        %y{i}: bf16[16, 64@x] = shard(%h{i}, dim=1, axes=(x))"""
+        for i in range(sums)
+    )
+    rest = """%z: bf16[4096, 4096] = matmul(%u, %u)
+        %g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))
+        %a: bf16[N, N] = relu(%g)"""
+    made = overlap_communication(fusion(inputs, f"{ops}\n{rest}", "x=2"), Options(sizes={"N": columns}, machine=H200))
+    assert ("async" in str(made)) == is_beside
+
+
 def test_a_reduce_scatter_beside_products() -> None:
     """Uses copy engines and an adding kernel if there is peer access and this occupies multiprocessors for less time."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"

@@ -13,16 +13,18 @@ becomes
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hostweave.communication.schedules import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates
+from hostweave.fusion_ir.ops.attributes import DEPTH
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import in_order, map_functions
 from hostweave.options import Options
-from hostweave.tune.cost import most_terms, seconds
+from hostweave.tune.cost import in_kernel, most_terms, seconds
 from hostweave.tune.overlaps import (
     HIDDEN_SECONDS,
     PRODUCTS,
@@ -39,14 +41,35 @@ from hostweave.types.size import product
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a program and its functions far enough to hide them, and marks them `async` if that pays.
 
-    Does nothing if all overlapped communications are small sums that kernels can do themselves (`reduce_in_kernels`). Such kernels must not
-    overlap with other communication, and are faster than the start of a collective.
+    Does nothing if small sums in the kernels that use them save more than overlap could hide (`reduce_in_kernels`). Such kernels must not
+    overlap with other communication of the program, and are faster than the start of a collective.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
     beside = [_is_small_sum(op, body, options) for op, body in ops if op.result.is_async or op.result.stream]
-    is_in_kernels = beside and all(beside) and options.transport == "auto" and not options.figures.no_peers
-    return fusion if is_in_kernels else overlapped
+    may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not any(op.result.stream for op, _ in ops)
+    if beside and may_be_in_kernels and (all(beside) or _saves_more_in_kernels(overlapped, options)):
+        return fusion
+    return overlapped
+
+
+def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
+    """True if the small sums of stated sizes save more in kernels than all async communications take. Counts each call of a function."""
+    calls, saved, hidden = Counter({fusion.name: 1}), 0.0, 0.0
+    for body in (fusion, *reversed(fusion.functions)):  # callers first
+        times = seconds(body, options.sizes, options.figures, options.tf32)
+        for op in body.ops:
+            if op.callee and op.kind != "output":
+                depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
+                calls[op.callee.name] += depth * calls[body.name]
+            elif communicates(op) and _is_small_sum(op, body, options):
+                term = body.values()[op.tensors[0]].type.local(body.mesh)
+                if options.sizes.keys() >= set(product(term.shape).symbols):
+                    size = product(term.shape).bind(options.sizes) * term.dtype.itemsize
+                    saved += calls[body.name] * (times[op.result.name] - in_kernel(body.mesh.size_of(step_of(op).axes), size))
+            elif op.result.is_async:
+                hidden += calls[body.name] * times[op.result.name]
+    return saved > hidden
 
 
 def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
