@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.fusion_ir.frontend.indices import inverse_order
+from hostweave.fusion_ir.frontend.indices import group_order, inverse_order
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.pointwise import philox
 
@@ -25,6 +25,18 @@ def sigmoid(x: Array) -> Array:
 def scattered(x: Array, source: Array) -> Array:
     result = x.copy()
     np.put_along_axis(result, np.argsort(x, 1), source, 1)
+    return result
+
+
+def grouped_order(x: Array) -> Array:
+    """Ends of two groups, the columns of each row in the order of their groups, and the place of each column."""
+    groups = np.clip(np.floor(x) + 1, 0, 2)
+    result = np.zeros((len(x), 2 + 2 * x.shape[1]), np.int32)
+    for i, row in enumerate(groups):
+        used = [j for group in (0, 1) for j in np.flatnonzero(row == group)]
+        result[i, :2] = (row == 0).sum(), len(used)
+        result[i, 2 : 2 + len(used)] = used
+        result[i, 2 + x.shape[1] + np.array(used, int)] = np.arange(len(used))
     return result
 
 
@@ -143,6 +155,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "scatter_sum": (lambda x: hw.scatter_add(x, 1, hw.argsort(x, 1), x), lambda x: x + scattered(x, x)),
     "argsort": (lambda x: hw.argsort(x, descending=True), lambda x: np.argsort(-x, stable=True)),
     "inverse_order": (lambda x: inverse_order(hw.argsort(x, 1), 1), lambda x: np.argsort(np.argsort(x, 1), 1)),
+    "group_order": (lambda x: group_order(hw.astype(hw.clip(hw.floor(x) + 1, 0, 2), hw.i32), 1, 2), grouped_order),
     "cumsum": (lambda x: hw.cumsum(x, 1), lambda x: np.cumsum(x, 1)),
     "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
     "call": (add_one, lambda x: x + 1),

@@ -207,6 +207,20 @@ def test_sums_of_few_terms_take_neighbours() -> None:
     assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
 
 
+def test_sums_of_gathered_rows_take_neighbours_of_a_row() -> None:
+    """The index and the factor of a row are read once for all elements of a vector, and nothing reads the operand at other places."""
+
+    def combined(x, places, weights):
+        rows = hw.take_along_axis(hw.expand_dims(x, 1), hw.expand_dims(places, 2), 0)
+        return hw.sum(rows * hw.expand_dims(weights, 2), 1)
+
+    text = kernels(combined, x=hw.f32["M", "N"], places=hw.i64["T", 3], weights=hw.f32["T", 3])
+    vectors = text[text.index("hw::filled<kWidth") : text.index("hw::store(y")]
+    rows, elements = vectors.split("#pragma unroll")[:2]
+    assert (rows.count("[i * 3 + j]"), elements.count("[i * 3 + j]")) == (2, 0)
+    assert rows.count("hw::load<kWidth>(x") == 1
+
+
 def test_sums_of_few_terms_side_by_side_do_not() -> None:
     assert "kWidth" not in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4])
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.fusion_ir.frontend.indices import group_order
+from hostweave.fusion_ir.ops import OPS
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
@@ -79,3 +81,20 @@ def test_order(dtype: str) -> None:
                 for got, descending in ((first, False), (largest, True), (columns.T, True)):
                     np.testing.assert_array_equal(got, order(x, descending)[:, : k or None], err_msg=f"{k} {shape} {kind}")
         program.close()
+
+
+@pytest.mark.parametrize("groups", [1, 32, 300, 10_000])
+def test_group_order(groups: int) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.i32["B", "N"])
+    def ordered(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return group_order(x, 1, groups), group_order(hw.permute_dims(x, (1, 0)), 0, groups)
+
+    program = hw.compile(ordered, target="cuda")
+    for shape in ((1, 1), (3, 7), (2, 1025), (1, 2048), (1, 65_537)):
+        for most in (1, groups + 1):  # all in one group, or random
+            x = torch.from_numpy(np.random.default_rng(0).integers(0, most, shape).astype(np.int32))
+            wanted = OPS["group_order"].numpy(np, x.numpy(), axis=1, groups=groups)
+            rows, columns = (got.cpu().numpy() for got in program.run(x.cuda()))
+            np.testing.assert_array_equal(rows, wanted, err_msg=f"{shape} {most}")
+            np.testing.assert_array_equal(columns.T, wanted, err_msg=f"{shape} {most} by columns")
+    program.close()

@@ -9,7 +9,7 @@ from hostweave.emit.cpp import CppExprPrinter, Word, accumulator_type, compute_t
 from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import DESCENDING
+from hostweave.fusion_ir.ops.attributes import DESCENDING, GROUPS
 from hostweave.kernel_ir.loops import BY_LANE_PARTS, OF_BLOCKS, Loops, Walk, stored
 from hostweave.types.tensor import bool_
 
@@ -91,7 +91,7 @@ class KernelEmitter(KernelFacts):
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
         kind = self.types[op.tensors[0]].dtype
         total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned, so that integers wrap around
-        facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
+        facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
         return EmittedKernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
@@ -113,8 +113,10 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Statements of the innermost loop. Nothing is hoisted if each vector element has its own accumulator."""
-        return Section(self, None if self.ir.has_wide_totals else self.row, self.ir.width)
+        """Statements of the innermost loop. If each vector element has its own accumulator, nothing is outside that loop."""
+        return (
+            Section(self, width=self.ir.width, around=Section(self)) if self.ir.has_wide_totals else Section(self, self.row, self.ir.width)
+        )
 
     def nest(self, walk: Walk, is_last: bool) -> Nest:
         """C++ of a loop nest that accumulates reductions and stores results."""

@@ -19,11 +19,12 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 class Section:
     """Statements of one scope. A value is computed at its first use, outside the loops if possible.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and stores.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and stores. The statements of
+    `around` come before that loop in the same scope.
     """
 
-    def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1):
-        self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
+    def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):
+        self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
         self.texts: dict[str, str] = {}  # C++ by value
         self.loads: dict[str, str] = {}  # input -> local variable with its vector
         self.own = ""  # held value that this section computes
@@ -35,13 +36,14 @@ class Section:
 
     def taken(self) -> tuple[str, ...]:
         """Returns the statements since the last call."""
+        before = self.around.taken() if self.around else ()
         lines, self.lines = [*self.lines, *self.adds], []
         stores, self.adds = self.taken_stores(), []
         begin, self.begin = self.begin, []
         if self.is_wide and lines:
             lane = self.kernel.loops.lane
             lines = ["#pragma unroll", f"for (int {lane} = 0; {lane} < kWidth; ++{lane}) {{", *lines, "}"]
-        return (*begin, *lines, *stores)
+        return (*before, *begin, *lines, *stores)
 
     def taken_stores(self) -> tuple[str, ...]:
         stores, self.stores = tuple(self.stores), []
@@ -149,7 +151,8 @@ class Section:
         """Operands of a value, if all are in this scope and the value is an expression of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED and not self.is_held(name):
-            yield from (o for o in op.tensors if not self.outer or o not in self.kernel.ir.outside)
+            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` reads the rows, and `moved_element` the operand
+            yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
         """True if a local variable holds the result, because other ops of the kernel use it."""

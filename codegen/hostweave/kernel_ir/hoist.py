@@ -6,8 +6,8 @@ gets
 
     outside: %s, %r
 
-A thread computes them once per row. A divisor among them is prepared once, which makes the divisions cheap. In a pointwise kernel
-they are equal for all elements of a vector. Nothing is hoisted if each element of a vector has a separate accumulator.
+A thread computes them once per row. A divisor among them is prepared once, which makes the divisions cheap. In a pointwise kernel, and if
+each element of a vector has a separate accumulator, they are equal for all elements of a vector.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from hostweave.types.machine import Machine
 
 def hoist(loops: Loops, machine: Machine) -> Loops:
     """Lists the inputs and values outside the innermost loop."""
-    if loops.takes_lanes or loops.has_wide_totals:
+    if loops.takes_lanes:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))
     outside = tuple(name for name in values if not loops.are_inside(loops.space.indices[name]))

@@ -25,6 +25,7 @@ FIRST = 3e-6  # seconds until the last rank has come to a communication that beg
 SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted
 STEP = 0.45e-6  # seconds of a step of the network, between two barriers of a block
 PASSES, PASSED = 26e-6, 0.3e-9  # seconds of a radix sort of a longer lane, and of each of its elements
+COUNTS, COUNTED = 3e-6, 0.2e-9  # seconds of the order of groups in a lane, and of each of its elements
 BY_KERNELS = 32  # times as long an attention takes that tensor cores do not compute
 
 
@@ -72,6 +73,8 @@ def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> W
     for op in kernel.ops:
         if op.kind == "argsort":
             sorting += _sorting(types[op.tensors[0]].shape[op[AXIS]].bind(sizes))
+        elif op.kind == "group_order":
+            sorting += COUNTS + COUNTED * types[op.tensors[0]].shape[op[AXIS]].bind(sizes)
         elif op.kind == "take":
             table = bytes_of(op.tensors[0])
             again += max(0, bytes_of(op.result.name) - table) * max(0.0, 1 - machine.cache / max(table, 1))

@@ -158,7 +158,99 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
+// For elements x that are numbers of groups, below kGroups: the end of each group, the indices of the elements in the order of
+// their groups, and the place of each element in that order. An element of no group has place 0; the rest of the order is zeros.
+template <class U>
+struct GroupOrder {
+  Lane<U> y;
+  int64_t groups, length;
+
+  HW_DEVICE U& end(int64_t group) const { return y[group]; }
+  HW_DEVICE U& index(int64_t place) const { return y[groups + place]; }
+  HW_DEVICE U& place(int64_t i) const { return y[groups + length + i]; }
+};
+template <int kGroups, class T, class U>
+HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
+  const GroupOrder<U> order{y, kGroups, x.length};
+  const auto has_group = [&](int64_t i) { return x[i] >= 0 && x[i] < kGroups; };
+  for (int group = 0; group < kGroups; ++group) order.end(group) = 0;
+  for (int64_t i = 0; i < x.length; ++i) {
+    if (has_group(i)) ++order.end(x[i]);
+  }
+  U total = 0;
+  for (int group = 0; group < kGroups; ++group) {
+    const U count = order.end(group);
+    order.end(group) = total, total += count;
+  }
+  for (int64_t i = 0; i < x.length; ++i) {
+    const U place = order.place(i) = has_group(i) ? order.end(x[i])++ : 0;
+    if (has_group(i)) order.index(place) = static_cast<U>(i);
+  }
+  for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
+}
 #ifdef __CUDACC__
+// Each of some warps counts a part of the elements. Elements of one group keep their order.
+template <int kGroups, class T, class U>
+__device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
+  constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
+  if constexpr (kMost == 0) {
+    if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
+  } else {
+    __shared__ int counts[kMost][kGroups];  // then the next place of a group in a part
+    const GroupOrder<U> order{y, kGroups, x.length};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
+              parts = warps < kMost ? warps : kMost;
+    const int64_t tiles = (x.length + 32 * parts - 1) / (32 * parts), begin = warp * tiles * 32, all = begin + tiles * 32;
+    const int64_t end = warp >= parts ? begin : all < x.length ? all : x.length;
+    const auto for_each = [&](auto use) {  // use(i, group, threads of the group), 32 elements at once; group: -1 without one
+      for (int64_t tile = begin; tile < end; tile += 32 * kAtOnce) {
+        int groups[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int64_t i = tile + j * 32 + lane;
+          const int64_t group = i < end ? static_cast<int64_t>(x[i]) : -1;
+          groups[j] = group >= 0 && group < kGroups ? static_cast<int>(group) : -1;
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (tile + j * 32 < end) use(tile + j * 32 + lane, groups[j], __match_any_sync(~0u, groups[j]));
+        }
+      }
+    };
+    const auto add = [&](int group, unsigned same) {
+      __syncwarp();
+      if (group >= 0 && __ffs(same) - 1 == lane) counts[warp][group] += __popc(same);
+      __syncwarp();
+    };
+    __syncthreads();  // wait until the counts of the lane before have been read
+    for (int i = threadIdx.x; i < parts * kGroups; i += block.threads()) counts[i / kGroups][i % kGroups] = 0;
+    __syncthreads();
+    for_each([&](int64_t, int group, unsigned same) { add(group, same); });
+    __syncthreads();
+    int total = 0;
+    for (int tile = 0; tile < kGroups; tile += block.threads()) {
+      const int group = tile + threadIdx.x;
+      int own = 0, of_tile;
+      for (int part = 0; part < parts && group < kGroups; ++part) own += counts[part][group];
+      const int sum = total + sums_so_far(block, own, of_tile);
+      if (group < kGroups) order.end(group) = sum;
+      for (int part = parts - 1, place = sum; part >= 0 && group < kGroups; --part) {
+        place -= counts[part][group];
+        counts[part][group] = place;
+      }
+      total += of_tile;
+    }
+    __syncthreads();
+    for_each([&](int64_t i, int group, unsigned same) {
+      const int place = group < 0 ? 0 : counts[warp][group] + __popc(same & ((1u << lane) - 1));
+      if (i < end) order.place(i) = place;
+      if (group >= 0) order.index(place) = static_cast<U>(i);
+      add(group, same);
+    });
+    for (int64_t i = total + threadIdx.x; i < x.length; i += block.threads()) order.index(i) = 0;
+  }
+}
+
 // True if all threads of this warp are active and have the same part number and index array.
 inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
   if (__activemask() != ~0u) return false;

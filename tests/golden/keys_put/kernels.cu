@@ -121,13 +121,13 @@ __global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16
       const int64_t i = element / 64;
       auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 4; ++j) {
+        const float y_sum_i = y_sum[i];
+        const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
+        const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
+        const bool y_greater = y_divide > 0.0f;
         const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float y_sum_i = y_sum[i];
-          const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
-          const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
-          const bool y_greater = y_divide > 0.0f;
           const float y_multiply = float(y_blocks_elementj[e]) * y_divide;
           const float y_where = y_greater ? y_multiply : 0.0f;
           y_sum_2[e] += y_where;

@@ -127,14 +127,14 @@ __global__ void fused_y_attention(const float* y_attention_sum, const float* y_a
       const int64_t i = element / 64;
       auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 2; ++j) {
+        const float y_attention_sum_i = y_attention_sum[i];
+        const float y_attention_maximum_2 =
+            (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
+        const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
+        const bool y_attention_greater = y_attention_divide > 0.0f;
         const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float y_attention_sum_i = y_attention_sum[i];
-          const float y_attention_maximum_2 =
-              (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
-          const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
-          const bool y_attention_greater = y_attention_divide > 0.0f;
           const float y_attention_multiply = float(y_attention_blocks_elementj[e]) * y_attention_divide;
           const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
           y_attention_sum_2[e] += y_attention_where;

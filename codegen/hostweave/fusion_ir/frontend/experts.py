@@ -181,25 +181,22 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     choices, own = int(experts.type.shape[1]), num_experts // ranks
     total = experts.type.shape[0] * choices
     split = f"{ranks}@{','.join(names)}" if names else str(ranks)
-    ids, rows = hw.astype(experts, i32), total  # ints of 32 bits sort in half the passes
+    number = hw.reshard(record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=experts), split)
+    ids, rows = hw.astype(experts, i32), total
     if capacity is not None:
         room = _size_of(capacity, "moe_routing")
         ids, rows = _with_room(ids, room, num_experts, split, ranks), room * ranks
     flat = _on_all_ranks(hw.reshape(ids, str(total)))
-    number = hw.reshard(record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=flat), split)
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
-    local = hw.where(is_own, local, own)
-    order = indices.argsort(local, 1)  # the sort is stable: for each expert in the order of the tokens
-    places = hw.where(is_own, indices.inverse_order(order, 1), 0)
-    every = record("iota", target=TensorType(i32, (Dim(Size(own)),)), beside=local)
-    counts = hw.sum(hw.astype(hw.expand_dims(local, 2) == every, i32), 1)
-    ends = indices.cumsum(counts, 1)
+    found = indices.group_order(hw.where(is_own, local, own), 1, own)  # for each expert in the order of the tokens
+    ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
+    order, places = both[:, 0], both[:, 1]
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
-    order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row, so they cost no memory traffic
+        order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row: no memory traffic
     of_choices = ranks, str(experts.type.shape[0]), choices
     places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
     return Routing(ends, rows, names, ranks, choices, order, places, is_own)

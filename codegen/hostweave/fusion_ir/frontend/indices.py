@@ -276,6 +276,15 @@ def inverse_order(order: Tensor, axis: Axis) -> Tensor:
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
+def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
+    """Order of elements that are numbers of groups, from 0 to `groups`; those with the last number belong to no group.
+
+    An i32 tensor with, along the dim of N elements: the end of each group, then for each place the index of its element, then for each
+    element its place. Elements of a group keep their order. An element without a group has place 0, and unused places have index 0.
+    """
+    return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
+
+
 @_called("sorted")
 def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Sorted elements along a dim, in the order of `argsort`.

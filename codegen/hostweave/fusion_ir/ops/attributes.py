@@ -10,6 +10,7 @@ KEEPDIMS = Attribute("keepdims", bool, False)
 ORDER = Attribute[tuple[int, ...]]("axes", tuple)
 DESCENDING, FIRST = Attribute("descending", bool, False), Attribute("first", int, 0)  # number of elements to keep; 0: all
 INDEX = Attribute("index", int)
+GROUPS = Attribute("groups", int, 0)
 CONTRACTED = Attribute("contracted", int, 1)
 START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, HALVES, ORDER
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, GROUPS, HALVES, ORDER
 from hostweave.fusion_ir.ops.definition import (
     INTS,
     NUMBERS,
@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ops.definition import (
     unsharded,
 )
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, TensorType, i64
+from hostweave.types.tensor import Dim, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
@@ -302,6 +302,22 @@ def _places(types: Types, op: Op) -> TensorType:
     return TensorType(i64, unsharded(types[0]).dims)
 
 
+def _of_groups(types: Types, op: Op) -> TensorType:
+    require(types[0], INTS)
+    axis = checked_axis(op[AXIS], types[0])
+    return _replaced(TensorType(i32, unsharded(types[0]).dims), axis, types[0].shape[axis] * 2 + op[GROUPS])
+
+
+def _group_order(np: Any, x: Any, axis: int, groups: int) -> Any:
+    """NumPy reference of group_order."""
+    x = np.swapaxes(x, axis, -1)
+    order = np.argsort(x, -1, stable=True)
+    ends = np.sum(np.expand_dims(x, (x.ndim,)) <= np.arange(groups), axis=-2)
+    places = np.where(x < groups, np.argsort(order, -1, stable=True), 0)
+    order = np.where(np.arange(x.shape[-1]) < ends[..., -1:], order, 0)
+    return np.swapaxes(np.concatenate([ends, order, places], -1).astype(np.int32), axis, -1)
+
+
 def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 0) -> Any:
     order = np.argsort(np.flip(x, axis) if descending else x, axis=axis, stable=True)
     if descending:
@@ -317,4 +333,7 @@ OPS["argsort"] = OpDef(
 )
 OPS["inverse_order"] = OpDef(  # its rows contain each of 0, 1, ..., n - 1 once
     1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
+)
+OPS["group_order"] = OpDef(  # of numbers of groups: ends of the groups, the elements in the order of their groups, and their places there
+    1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), lane="hw::group_order<{groups}>", whole="ordered"
 )
