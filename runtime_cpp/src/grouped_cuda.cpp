@@ -34,7 +34,6 @@ namespace {
 // Kernels by the rows of a tile: groups of few rows have small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
-constexpr int kBlocksEach = 2;  // blocks per multiprocessor
 
 template <class T>
 struct Chosen {
@@ -43,8 +42,6 @@ struct Chosen {
 };
 template <class T>
 using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
-
-int64_t processors() { return blocks_at_once() / 2; }
 
 // Hopper has products of warpgroups. A process uses GPUs of one kind.
 bool has_warpgroups() {
@@ -70,7 +67,7 @@ WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
       !has_strides(1, p.rows, 0, p.x_pitch) || !has_strides(matrices, rows_of_other, p.other_stride, p.other_pitch)) {
     return nullptr;
   }
-  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= processors();
+  const bool fills_gpu = smaller(p.rows, p.groups) * ceil_div(p.columns, kWarpgroupColumns) >= multiprocessors();
   if (!p.outer && ceil_div(p.rows, p.groups) <= kTileRows[0] && !fills_gpu) return nullptr;
   static constexpr WarpgroupKernel<T> kKernels[] = {multiply_groups_by_warpgroups, multiply_groups_transposed_by_warpgroups,
                                                     multiply_rows_of_groups_by_warpgroups};
@@ -161,14 +158,14 @@ void load_as(const GroupedProblem& p) {
 template <class T>
 cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
   if (const auto kernel = warpgroup_kernel<T>(p)) {
-    const int64_t blocks = clamped(tiles_of(p, kWarpgroupRows, kWarpgroupColumns), 1, processors());
+    const int64_t blocks = clamped(tiles_of(p, kWarpgroupRows, kWarpgroupColumns), 1, multiprocessors());
     const Grid grid{.blocks = blocks, .threads = kWarpgroupThreads, .shared = kWarpgroupShared};
     GroupedMaps maps;
     if (const cudaError_t status = set_maps<T>(maps, p); status != cudaSuccess) return status;
     return launch_pdl(kernel, grid, stream, p, maps, T());
   }
   const Chosen<T> of = chosen<T>(p);
-  const int64_t blocks = clamped(tiles_of(p, of.rows, of.columns), 1, kBlocksEach * processors());
+  const int64_t blocks = clamped(tiles_of(p, of.rows, of.columns), 1, blocks_at_once());
   return launch_pdl(of.kernel, Grid{.blocks = blocks, .threads = kGroupedThreads}, stream, p, T());
 }
 

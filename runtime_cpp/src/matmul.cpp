@@ -139,15 +139,32 @@ const void* shifted(const void* base, int64_t bytes) { return base ? static_cast
 // For larger weights of other types cuBLASLt is as fast or faster (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
-// Columns. For 9 to 16 scaled rows and more columns cuBLASLt is faster: 51 us for 54 with 4096 x 28672 on an H100.
-constexpr int64_t kMostColumns = int64_t{1} << 14;
+// With 9 to 16 scaled rows cuBLASLt is faster from so many columns on. With scales of blocks it also is for few columns, else for
+// few terms. With scales of tensors it is for any number of columns, and for fewer rows unless there are many terms.
+constexpr int64_t kManyColumns = int64_t{1} << 14, kFewColumns = 2048, kFewTerms = 2048, kManyTerms = 8192;
+
+bool is_of_blocks([[maybe_unused]] int32_t scale_mode) {
+#if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120900
+  return scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+#else
+  return false;
+#endif
+}
+
+// True if cuBLASLt has an algorithm for a few scaled rows that is faster than the few-rows kernels, as measured on an H200.
+bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
+  const int64_t rows = p.a.rows, terms = p.a.columns, columns = p.b.columns;
+  const bool of_blocks = is_of_blocks(scaling.a);
+  if (terms % kScaledStep != 0 || columns % kScaledStep != 0 || (of_blocks && rows % kScalesStep != 0)) return false;
+  if (scaling.a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return rows > kFewRows || terms < kManyTerms;
+  return rows > kFewRows && (columns > kManyColumns || (of_blocks ? columns < kFewColumns : terms < kFewTerms));
+}
 
 // True if the few-rows kernels support the problem: one matmul with few contiguous rows. Scaled weights have contiguous columns.
-bool has_few_rows(const Problem& p, bool is_scaled) {
-  if (is_scaled ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
-  const bool has_algorithm = p.a.rows % kScalesStep == 0;  // cuBLASLt requires it for all kinds of scales
-  if (is_scaled && p.a.rows > kFewRows && p.b.columns > kMostColumns && has_algorithm) return false;
-  return p.a.rows <= (is_scaled ? kFewScaledRows : kFewRows) && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() &&
+bool has_few_rows(const Problem& p, const Scaling* scaling) {
+  if (scaling ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
+  if (scaling && is_faster_by_blas(p, *scaling)) return false;
+  return p.a.rows <= (scaling ? kFewScaledRows : kFewRows) && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() &&
          p.a.row_major() && p.c.row_major();
 }
 
@@ -331,7 +348,7 @@ void MatmulPlan::describe(Plan& plan) const {
   }
 
   const bool in_f32 = compute_ == CUBLAS_COMPUTE_32F;
-  if (in_f32 && !plan.swapped && operands_ == scaling_.operand_b && has_few_rows(p, is_scaled_)) {
+  if (in_f32 && !plan.swapped && operands_ == scaling_.operand_b && has_few_rows(p, is_scaled_ ? &scaling_ : nullptr)) {
     plan.few_rows = few_rows_kernels(operands_, result_);
   }
   if (plan.few_rows) return;

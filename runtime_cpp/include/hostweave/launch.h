@@ -41,20 +41,23 @@ constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
 constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts rows of at least this many elements times the number of rows
 
-// Blocks of kProductThreads or kRowThreads that run concurrently: two per multiprocessor. A process uses GPUs of one kind.
-inline int64_t blocks_at_once() {
+// Number of multiprocessors. A process uses GPUs of one kind.
+inline int64_t multiprocessors() {
 #ifdef HOSTWEAVE_CPU_DEVICE
-  return 2;
+  return 1;
 #else
-  static const int64_t blocks = [] {
-    int device = 0, multiprocessors = 1;
+  static const int64_t count = [] {
+    int device = 0, found = 1;
     const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
-                          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-    return is_known ? 2 * multiprocessors : 2;
+                          cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    return is_known ? found : 1;
   }();
-  return blocks;
+  return count;
 #endif
 }
+
+// Blocks of kProductThreads or kRowThreads that run concurrently: two per multiprocessor.
+inline int64_t blocks_at_once() { return 2 * multiprocessors(); }
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
