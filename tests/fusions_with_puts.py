@@ -14,7 +14,7 @@ def ag_matmul_put(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_pull(x, w):
-    h = hw.relu(x).named("h")  # peers read it where it lies
+    h = hw.relu(x).named("h")  # peers read it in place
     return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
 
 
@@ -32,7 +32,7 @@ def mlp_put(x, w_in, w_out):
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
 def columns_put(x, w, v):
     y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # the columns are not contiguous
-    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # sums that bf16 has
+    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # sums that bf16 represents exactly
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])

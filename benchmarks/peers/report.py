@@ -37,7 +37,8 @@ def machine() -> str:
 
 
 def _of_torch() -> list[str]:
-    """Versions of PyTorch and of the libraries that it has loaded. NCCL is the one that is loaded, also if LD_PRELOAD names it."""
+    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, even if LD_PRELOAD
+    names it."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -62,7 +63,7 @@ def spread(times: Sequence[float], digits: int = 3, per: float = 1) -> str:
 
 
 def line(times: Mapping[str, Sequence[float]], ours: Collection[str], per: float = 1, unit: str = "ms", digits: int = 3) -> str:
-    """Medians and ranges of the ways, those of `ours` first, and the ratio of the best peer to our best. `per` divides all times."""
+    """Medians and ranges of the variants, first those of `ours`, and the ratio of the best peer to our best. `per` divides all times."""
     medians = {name: statistics.median(ms) for name, ms in times.items()}
 
     def listed(names: Collection[str]) -> str:

@@ -227,9 +227,9 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 }  // namespace hw
 
 // For tools that print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes of each, and pool of
-// streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace. Pool 0 is none.
-// Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower bound. Returns the
-// total bytes.
+// streams. Kinds are 0 allocate, 1 free, 2 join, 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace. Pool 0 means no
+// pool. Buffers are numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower bound. Returns
+// the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;

@@ -1,8 +1,8 @@
 """Random programs with 8-bit floats: quantisation and scaled matmuls under random shardings, checked, and interpreted against NumPy.
 
-They have both dtypes, all kinds of scales, even and uneven sizes, norms and activations before, epilogues, gathers and reductions around,
-chunk loops by every algorithm, and functions. Elements are 0, 2^i or 5 * 2^i, so that no quotient by a scale is near a tie: the reference
-in f64 and programs in f32 round equally.
+They cover both dtypes, all kinds of scales, even and uneven sizes, chunk loops by every algorithm, and functions. Norms, activations and
+gathers precede the products. Epilogues and reductions follow. Elements are 0, 2^i or 5 * 2^i, so that no quotient by a scale is near a tie:
+the reference in f64 and programs in f32 round equally.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Writer:
         return ("K", "N") if i % 2 == 0 else ("N", "K")
 
     def declare(self, i: int) -> None:
-        """Inputs of layer i: weights [N, K] in 8 bits with their scales, or wide ones, and those of norms and epilogues."""
+        """Inputs of layer i: weights [N, K] in 8 bits with scales, or in 16 and 32 bits, and weights of norms and epilogues."""
         draw, (k, n), m = self.draw, map(self.size, self.dims(i)), self.size("M")
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
@@ -175,7 +175,7 @@ class Writer:
         return y.stream(self.draw.choice([0, 0, 0, 1]), chunks, algorithm=self.draw.choice([None, None, *GATHERS, *SCATTERS]))
 
     def fusion(self, loops: bool) -> Fusion:
-        """The program, with stated chunk loops or without. All other draws stay the same ones."""
+        """The program, with stated chunk loops or without. All other random choices stay the same."""
         self.loops, self.results = loops, []
         state = self.draw.getstate()
 
@@ -214,7 +214,7 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Each element, or where single elements may round to the other neighbour, the distance of all."""
+    """Compares each element. If single elements may round to either neighbour, compares the distance of the whole arrays."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
     if is_rounded:

@@ -28,7 +28,7 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
         summed = hw.reshard(a @ b, "M", "N").stream("M", chunks=2).named("rows_of_all")
         turned = hw.reshard(hw.copy(t), "B", "M", "N@x").stream("B", chunks=2).named("turned")
         scaled = []
-        for by in (gathers[0], "ring"):  # a kernel in the loop with its result over the received chunk
+        for by in (gathers[0], "ring"):  # the loop has a kernel whose result overwrites the received chunk
             arrived = hw.reshard(hw.copy(x), "M", "K").stream("M", chunks=chunks, algorithm=by)
             scaled.append(((arrived * 2).stream("M", chunks=chunks) @ w).stream("M", chunks=chunks).named(f"scaled_{by}"))
         rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, algorithm=by).named(f"rows_{by}") for by in scatters]

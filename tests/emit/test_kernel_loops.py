@@ -229,7 +229,7 @@ def test_sums_of_few_terms_side_by_side_do_not() -> None:
 def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
     calls = ((hw.silu, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
     for op, call in calls:
-        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also beside a result of f32
+        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also with a second result of f32
             text = kernels(function, x=dtype["M", 8])
             assert call in text
             assert ("fast" in text) == bool(prefix)

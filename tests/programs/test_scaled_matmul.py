@@ -194,7 +194,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
-    """With scales of blocks along rows, cuBLASLt multiplies multiples of 4 rows. Others are padded, also where a loop adds to a sum."""
+    """With scales of blocks along rows, cuBLASLt multiplies multiples of 4 rows. Other numbers are padded, also if a loop adds to a sum."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(

@@ -105,7 +105,7 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graphs_of_tokens() -> None:
-    """Tokens launch one graph, also those of the next prompts. A cache that the caller still has keeps what it holds."""
+    """Tokens launch one graph, also those of the next prompts. The contents of a cache that the caller still holds do not change."""
     module = model_of("Llama", num_hidden_layers=2)
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
@@ -118,7 +118,7 @@ def test_graphs_of_tokens() -> None:
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            gc.collect()  # of the compilation, which saw the cache
+            gc.collect()  # the compilation saw the cache
         assert graphs[0] is graphs[1]
         more = model.generate(first, **settings)
         kept = more.get("cache", more.get("past_key_values")) if rank else None

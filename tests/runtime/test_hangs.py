@@ -35,7 +35,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """The program with `fault` before a place of its C++, and whatever the fault begins."""
+    """The program with `fault` inserted before a line of its C++, with closing braces if the fault opens a block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -119,7 +119,7 @@ class Processes:
 
 
 def of_rank(report: str, rank: int) -> str:
-    """The part of a report that a rank has."""
+    """The part of a report about one rank."""
     found = re.search(rf"^  rank {rank}: .*(?:\n    .*)*", report, re.M)
     assert found, report
     return found[0]
@@ -144,7 +144,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     with Processes(tmp_path, transport, place, f"if (!({IS_FAULTY}))\n", limit=3) as ranks:
         _, report = ranks.said(0)
     assert "call 2 of ag_matmul is not done after 3 seconds" in report
-    # To rank 0 it owes the signal; the credit that rank 0 then does not give is owed to the next call alone.
+    # It owes rank 0 the signal. The credit that rank 0 then does not give is needed by the next call only.
     waits = (
         rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
         rf"done up to \S+\(.*\) {AT}, \d+ more behind it"
@@ -204,7 +204,7 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
-    """The streams of a graph say where they stand, too, in the second launch as in the first."""
+    """The streams of a graph also report their positions, in the second launch as in the first."""
     with Processes(tmp_path, "two_sided", RECV, "", limit=3, never=True, captured=True) as ranks:
         _, report = ranks.said(0)
     assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (

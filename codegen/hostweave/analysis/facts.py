@@ -1,4 +1,4 @@
-"""Facts of the host IR that hold from one pass on, or until another. `pipeline.py` lists them, and verifies them after each pass.
+"""Facts of the host IR that hold after one pass, or until another. `pipeline.py` lists them, and verifies them after each pass.
 
 Each raises ProgramError if it does not hold.
 """

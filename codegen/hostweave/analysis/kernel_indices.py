@@ -122,7 +122,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]
 def _update_of(kernel: Kernel) -> Op | None:
     """The op that writes a part of its operand in place. Returns None if the kernel has none.
 
-    Raises NotOneKernel if another op reads that operand or reduces, or if the kernel has further results.
+    Raises NotOneKernel if another op reads that operand, if an op reduces, or if the kernel has further results.
     """
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:

@@ -104,7 +104,7 @@ class ArgumentError(HostweaveError, ValueError):
 
 
 class SizeError(ArgumentError):
-    """A call with an array whose dim differs from the size that the program has for it."""
+    """A call with an array whose dim differs from the program's size."""
 
 
 class BuildError(HostweaveError, RuntimeError):
@@ -128,7 +128,7 @@ class OverlapWarning(UserWarning):
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, or the name of its class if the text is empty, as of KeyboardInterrupt."""
+    """The text of an error, or the name of its class if the text is empty, as for KeyboardInterrupt."""
     return str(error) or type(error).__name__
 
 

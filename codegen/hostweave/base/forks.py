@@ -1,4 +1,4 @@
-"""Makes fork safe: a child process finds no lock held by a thread of the parent, and no module that is half imported."""
+"""Makes fork safe: in a child process no lock is held by a thread of the parent, and no module is half imported."""
 
 import concurrent.futures.thread  # noqa: F401  # registers its handlers of forks here, not while a fork waits
 import os
@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be inside an import that others wait for
+_PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
 # Held while a process starts; a fork waits for it. Otherwise the child holds the pipe that tells the parent that the process has started.

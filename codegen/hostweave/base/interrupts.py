@@ -32,7 +32,7 @@ class _Task(Generic[T]):
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._context: Context | None = copy_context()
-        self._begun, self._ended = Lock(), Lock()  # whoever takes `_begun` first decides whether the work starts
+        self._begun, self._ended = Lock(), Lock()  # the first thread that takes `_begun` decides whether the work starts
         self._ended.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -52,7 +52,7 @@ class _Task(Generic[T]):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
-            del work, context  # drop these references before the caller continues, so that he is the last owner
+            del work, context  # drop these references before the caller continues, so that the caller is the last owner
             self.is_done = True
         self._ended.release()
 

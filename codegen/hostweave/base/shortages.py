@@ -39,7 +39,7 @@ def remedy_of(text: str) -> str | None:
 
 
 def expect_memory(count: int) -> None:
-    """Raises MemoryError if the process cannot have so many more bytes. None of them is touched."""
+    """Raises MemoryError if the process cannot map `size` more bytes. Does not touch the memory."""
     if count:
         try:
             mmap.mmap(-1, count).close()

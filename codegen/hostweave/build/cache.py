@@ -1,8 +1,8 @@
 """Cache of built programs and their objects: one folder per entry, published atomically by a rename.
 
 `HOSTWEAVE_CACHE` sets its place and `HOSTWEAVE_CACHE_LIMIT` its maximum size. Processes that need the same entry at the same time
-wait for the first of them. Cached code runs with the user's rights. So nothing is used from a folder that other users can write,
-nor from an entry whose files have changed since it was published.
+wait for the first of them. Cached code runs with the user's rights. Therefore folders that other users can write are refused, and so are
+entries whose files have changed since they were published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hostweave.base.interrupts import LOOK, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
 _SUMS = "SHA256SUMS"  # digests of an entry's other files; exists from the start. Its modification time is the last use
-_EVICTED = "evicted"  # file in the cache whose modification time is that of the last eviction
+_EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
 _IN_USE = 3600.0  # seconds after the last use in which an entry is not evicted: a build may be about to link it
@@ -180,7 +180,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Folder of entry `name`, made again. Concurrent readers of the old entry may find none for a moment."""
+    """Rebuilds entry `name`, and returns its folder. For a moment concurrent readers find no entry."""
     with _told(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -318,7 +318,7 @@ def _expect_own_above(folder: Path) -> None:
 
 
 def _on_the_way_to(folder: Path) -> Iterator[Path]:
-    """Folders and links that decide where an absolute path leads, links of links included."""
+    """Folders and links that an absolute path passes, including links of links."""
     at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
     while names:
         yield at

@@ -49,7 +49,11 @@ def make_runtime(
 
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
-    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # unnamed namespaces come from included files here
+    options = (
+        "-fvisibility=default",
+        "-Wno-subobject-linkage",
+        *definitions,
+    )  # unnamed namespaces come from included files
     units = merged(sources, folder)
     parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
@@ -105,7 +109,7 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[-1].removesuffix(".o"))  # commands end in the file that they make
+        step_done(command[-1].removesuffix(".o"))  # the last word of a command is the file that it makes
         return result
 
     with ThreadPoolExecutor(CORES) as pool:

@@ -16,7 +16,7 @@ from hostweave.emit.cpp import quoted
 
 # Quotients have an error of up to 2 ulp: exact division would double the time of most kernels.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
-_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same as in the host's C++ compiler
+_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same setting as for the host's C++ compiler
 
 
 def _integers() -> str:
@@ -63,7 +63,7 @@ def units_of(kernels: str) -> list[Unit]:
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so each unit would change with every other one
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so a change of one kernel would change every unit
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]

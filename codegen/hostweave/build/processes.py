@@ -19,7 +19,7 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which comes however this process ends
+_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which comes even if this process is killed
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
@@ -86,7 +86,7 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
                 try:
                     said = compiler.communicate(timeout=LOOK)[0]
                 except subprocess.TimeoutExpired as so_far:
-                    if has_ended:  # a server that it left behind, as compiler caches do, keeps its output open
+                    if has_ended:  # a background server, such as a compiler cache, keeps its output open
                         said = (so_far.output or b"").decode(errors="replace")
                     else:
                         expect_not_interrupted()

@@ -1,7 +1,7 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The key in the cache is the IR without source locations and choices. So an edit that only moves lines builds nothing, and neither
-do other predicted times of a choice. The cached sources then have the comments of the first build.
+The key in the cache is the IR without source locations and choices. So edits that only move lines, and changed predictions of times, cause
+no build. The cached sources then have the comments of the first build.
 
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are
 written there first.

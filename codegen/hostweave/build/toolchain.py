@@ -78,8 +78,8 @@ class Toolchain:
 class Library:
     """Library of the runtime, which exists at `path` after `make` has been called. `make` raises BuildError if it fails.
 
-    Each cached library has a unique `soname`. The loader would open a path again; by soname it finds the library that `load` has
-    opened and checked.
+    Each cached library has a unique `soname`. With a path, the loader would open the file again. With a soname, it finds the library that
+    `load` has checked.
     """
 
     path: Path

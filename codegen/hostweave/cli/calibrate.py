@@ -58,7 +58,7 @@ def _computing(machine: Machine) -> Machine:
 
 
 def fit(machine: Machine, times: list[float]) -> Machine:
-    """The machine with the rate and the seconds of a wave that bring the model closest to the times of matmuls of SHAPES."""
+    """The machine with the rate, and the seconds per wave, that fit the measured times of matmuls of SHAPES best."""
     fastest = max(2 * m * k * n / time for (m, k, n), time in zip(SHAPES, times, strict=True))
 
     def error(flops: float, wave: float) -> float:

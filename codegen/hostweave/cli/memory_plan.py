@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offsets, one for each stream that has a copy; the lines of the host IR from its first to its last use."""
+    """A temporary: its offsets, one for each stream with a copy, and the lines of the host IR of its first and last use."""
 
     name: str
     type: str
@@ -33,7 +33,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`peak` is the size of the arena, `bound` the largest number of bytes in use at one time: less will never do."""
+    """`peak` is the size of the arena, `bound` the largest number of bytes in use at one time, which any plan needs."""
 
     rows: tuple[MemoryRow, ...]
     peak: int
@@ -77,7 +77,7 @@ class ArenaEvents:
         self.pools: dict[str, int] = {}
 
     def new(self, count: int = 1) -> slice:
-        """The numbers of buffers that have not been allocated yet; they are to be so in this order."""
+        """The numbers of the next buffers, which must be allocated in this order."""
         self.count += count
         return slice(self.count - count, self.count)
 

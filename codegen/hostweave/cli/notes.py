@@ -1,4 +1,4 @@
-"""Costs that the author of a program did not state: gathers, copies around communications, and into memory that was donated."""
+"""Costs that are not visible in a fusion: gathers, copies around communications, and copies into donated memory."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -80,5 +80,5 @@ def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    """At these sizes. A quotient that does not divide is rounded down."""
+    """Bytes of a buffer at these sizes. A quotient that does not divide is rounded down."""
     return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

@@ -51,7 +51,7 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
 
 
 def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
-    """The fusions and host programs that a module defines, in its order."""
+    """The fusions and host programs that a module defines, in order."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Fusion | HostProgram)}
 
 

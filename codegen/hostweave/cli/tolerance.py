@@ -27,22 +27,22 @@ class Tolerance:
 
 
 def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
-    """How far a result of this dtype may be from the exact one, for inputs of magnitude about 1 and of either sign.
+    """Tolerance for a result of this dtype, for inputs of magnitude about 1 and either sign.
 
-    `reduction_length` n is the number of products or elements that one result is summed from; `terms` D the number of
-    partial sums, one a rank, that are rounded to the dtype before they are added up; `scores` is the sum of m c over the softmaxes that
-    lead to the value. Zero for integers and bools.
+    `reduction_length` n is the number of products or elements in one sum. `terms` D is the number of partial sums, one per rank, that are
+    rounded to the dtype before they are added. `scores` is the sum of m c over the softmaxes that lead to the value. Zero for integers and
+    bools.
 
-    With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
-    - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
-    - a sum of n such terms is a random walk of size sqrt(n). Where they are added up one after the other, each of n additions
-      errs by up to a times the sum so far: in all a * n / sqrt(6) in the mean square, and 5 standard deviations of it stay below
-      2 a n. No more than b = 512 are. The errors of n / b sums of b are as independent as these are: 2 a b sqrt(n / b);
+    Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the roundoff of the accumulator (f32, or f64 for f64):
+    - the result is rounded once, and so is each of up to three ops before it: rtol = 4 u;
+    - a sum of n such terms is a random walk of size sqrt(n). In sequential addition, each of n additions has an error of up to a times the
+      sum so far. The total is a * n / sqrt(6) in the mean square, and 5 standard deviations are below 2 a n. At most b = 512 terms are
+      added sequentially. The n / b sums of b terms have independent errors: 2 a b sqrt(n / b);
     - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
-      sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
+      sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), if all errors have the same sign: 2 u D sqrt(n);
     - a result near zero inherits the rounding of the cancelled terms: 4 u sqrt(n);
-    - scores of a softmax are sums of m products, times a scale c: they err by 2 a m c. A weight exp(score) errs by as much of itself,
-      a mean by such weights by no more, and a sum of n such means by 2 a m c sqrt(n).
+    - scores of a softmax are sums of m products, times a scale c: their error is 2 a m c. A weight exp(score) then has this relative error,
+      and so has a mean with such weights. A sum of n such means has an error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
@@ -56,7 +56,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
     """Largest error of a value of the fusion at these sizes, for any way to compute it.
 
-    Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
+    Lengths multiply along a chain of sums and products, and so do the numbers of ranks that hold terms of a sum.
     """
     spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
@@ -80,13 +80,13 @@ def _added(length: int) -> float:
 
 @lru_cache(maxsize=1)  # computed once for all outputs of a program
 def with_terms(fusion: Fusion) -> Fusion:
-    """The program without calls, with its shardings and the terms that they leave."""
+    """The program without calls, with its shardings and its partial sums."""
     options = Options()
     return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
 
 
 def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
-    """How many elements or products one element of the result is made of."""
+    """Number of elements or products that are summed for one element of the result."""
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
     dim_sizes = {

@@ -57,7 +57,7 @@ class CollectiveLowering:
                 blocks = source_blocks(b, src, shards, steps, b.types[dst])
                 with packed_destination(b, dst, steps) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
-            case "all_to_all":  # sends dim `to` of src block by block; the received blocks lie along the other dim of dst
+            case "all_to_all":  # sends dim `to` of src block by block; the received blocks are consecutive along the other dim of dst
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
                 blocks = source_blocks(b, src, cut, steps)
                 with destination_blocks(b, dst, shards, steps) as landing:
@@ -136,7 +136,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
-    """Copies the shard of a step out of such a gather, or from the source if it is this rank's own. `arrived` emits the copy of other
+    """Copies the shard of a step from such a gather, or from the source if it is this rank's shard. `arrived` emits the copy of other
     shards."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)

@@ -15,7 +15,7 @@ from hostweave.types.machine import Machine
 BESIDE_COPIES = 1.05  # slowdown of matmuls while copy engines also use the memory
 BESIDE_KERNELS = 1.7  # slowdown of matmuls while communication kernels hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # slowdown of these kernels by matmuls, by number of ranks
-TURN = 3.5e-6  # seconds from computation to a collective kernel on the same stream, or back: the last rank is awaited, and blocks start
+TURN = 3.5e-6  # seconds between computation and a collective kernel on the same stream: ranks wait for the last one, and blocks start
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # seconds of the events of an iteration
 
@@ -47,14 +47,14 @@ def kernels_beside(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, is_beside: bool) -> float:
-    """Seconds of a collective of `size` bytes. If it overlaps, the seconds that it adds to other ops, because its kernels hold
+    """Seconds of a collective of `size` bytes. If it overlaps: the seconds that it adds to other ops, because its kernels hold
     multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS) if is_beside else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, is_beside: bool) -> float:
-    """Seconds of the same communication by copy engines. If it overlaps, the seconds that it adds to other ops, with which it shares only
+    """Seconds of the same communication by copy engines. If it overlaps: the seconds that it adds to other ops, because both share the
     memory."""
     # Kernel that sums the copied terms of a reduction.
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
@@ -87,8 +87,8 @@ class Overlap:
     rows: bool = True
     computed: bool = False  # the gathered operand is in memory of the program, so peers can read it
     beside: float = 0.0  # seconds of other ops that overlap with the communication outside of a loop
-    goes_on: bool = False  # the consumer of the sum adds up the terms that were put here, in its own kernel
-    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and with chunks
+    goes_on: bool = False  # the consumer's kernel adds up the terms that were put here
+    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join, in sequence and with chunks
 
     def outside(self, machine: Machine, by: str = "") -> float:
         """Seconds outside of a loop, by a collective, or by copies if `by` is "put" or "get". Communication slows down the ops that it

@@ -47,7 +47,7 @@ class _Loop(Lowering, Signals):
 class PutGather(_Loop):
     """All-gather: the own shard is used in place, and the others arrive one after another.
 
-    If the program computed the shard, peers get it from its memory. If the shard is in no window, it is put to the peers.
+    If the program computed the shard, peers get it from its memory. If the shard is not in a window, it is put to the peers.
     """
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Schedules: how the chunks of one reshard travel in a loop. Each is an object in a file; `schedules.py` lists them.
+"""Schedules: algorithms that move the chunks of one reshard in a loop. Each is an object in a separate file; `schedules.py` lists them.
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -34,7 +34,7 @@ class Schedule:
     name: str  # the user's `algorithm=`
     kind: str
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]  # pairs of requirements for a channel and the lowering to use
-    rotation: str | None = None  # the block that a rank takes first
+    rotation: str | None = None  # first block of a rank
     most_streams: int | None = None  # largest number of streams for the iterations; None means the limit of the options
     tried: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"

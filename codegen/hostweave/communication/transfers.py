@@ -62,7 +62,7 @@ class Transfers:
 
 
 def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
-    """True if a transport moves a tensor between two meshes only if its blocks are known to have one size."""
+    """True if a transport can move a tensor between two meshes only if all blocks have the same, known size."""
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 

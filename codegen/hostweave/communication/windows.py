@@ -1,4 +1,4 @@
-"""Windows: memory that peers reach. Holds the operands of gets and puts."""
+"""Windows: memory that peers can access. It holds the operands of gets and puts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks the parameters in windows that peers reach, in called functions too."""
+    """Marks the parameters that peers access as parameters in windows, also in called functions."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):

@@ -17,7 +17,7 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(steps: MemoryEvents) -> bool:
-    """True if the plan passes the sizes on, to the plans of functions."""
+    """True if the plan passes the sizes to the plans of functions."""
     return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 

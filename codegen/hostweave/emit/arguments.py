@@ -46,7 +46,7 @@ class CheckedArgument:
     path: str  # in the struct of inputs or outputs
     on: str = ""  # C++ condition that a rank holds it; empty if all do
     memory: str = ""  # for an output: path of the input that was donated for it
-    donated: str = ""  # the parameter there
+    donated: str = ""  # parameter in that struct
 
     @property
     def member(self) -> str:
@@ -91,7 +91,7 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
-    """Checks of inputs or outputs. The tensors of groups are checked in a loop, behind the first ones if these bind sizes."""
+    """Checks of inputs or outputs. The tensors of groups are checked in a loop, after the first tensors if these bind sizes."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
@@ -106,7 +106,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
-    """Binding that a local size such as `M/8` or `local(M, x)` gives, or None."""
+    """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`, or None."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
@@ -139,7 +139,7 @@ def argument(
 
 
 def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
-    """Local type of a parameter, or of each tensor of a group."""
+    """Local type of a parameter, or of the tensors of a group."""
     type = program.local_type(parameter)
     return replace(type, shape=type.shape[1:]) if parameter.group else type
 

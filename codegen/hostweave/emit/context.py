@@ -75,7 +75,7 @@ class Temporary:
 
 
 class ProgramContext:
-    """Members and names of the program's class, collected while its bodies are emitted."""
+    """Members and names of the program's class. Emission of the bodies collects them."""
 
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine

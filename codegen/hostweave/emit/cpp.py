@@ -23,7 +23,7 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """C++ string literal of any text, escaped so that the assembler reads it as C++ does."""
+    """C++ string literal of any text, escaped such that C++ and the assembler read it equally."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
@@ -225,7 +225,7 @@ class CppExprPrinter:
         raise TypeError(f"not an expression: {expr!r}")
 
     def known(self, expr: Expr) -> Expr:
-        """The expression at the depths that the program states. A comparison of constants is 0 or 1."""
+        """The expression with the depths that the program states. A comparison of constants is 0 or 1."""
         match expr:
             case Symbol(size) if size in self.depths:
                 return Const(self.depths[str(size)])

@@ -168,7 +168,7 @@ class Emitter:
     # --- memory and views ---
 
     def emit_allocate(self, i: ir.Allocate) -> str:
-        """Declares a temporary. A buffer with one copy per stream gets a local that points to the current stream's copy."""
+        """Declares a temporary. For a buffer with one copy per stream, a local variable points to the current stream's copy."""
         begin = next(self.begins)
         if i.in_window:
             self.windows.add(i.out)

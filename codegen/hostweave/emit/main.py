@@ -29,7 +29,7 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 
 
 class RankChannel:
-    """Position of rank r in a channel. Ranks with the same color form a process group, ordered by `rank_in_group`."""
+    """C++ of rank r's position in a channel. Ranks with the same color form a process group, ordered by `rank_in_group`."""
 
     def __init__(self, of: context.ChannelMember, program: Mesh):
         mesh, axes = of.ir.mesh, of.ir.axes

@@ -1,4 +1,4 @@
-"""Names in generated C++. A name of the user stays unless C++ or the generated program reserves it."""
+"""Names in generated C++. A user's name is kept unless C++ or the generated program reserves it."""
 
 import errno
 import re
@@ -63,9 +63,8 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name of `name`, different from all names in `apart`. Names of different kinds are different names.
-
-        Pass a kind that identifies the value if the name is composed, such as `M_x`, and may be the name of another value.
+        """C++ name of `name`, different from all names in `apart`. Equal names of different kinds get different C++ names. Pass a kind if
+        the name is composed, such as `M_x`, and could be another value's name.
         """
         if (kind, name) not in self._given:
             free = self._free(name, apart)

@@ -25,7 +25,7 @@ class Structs:
 
     @property
     def word(self) -> str:
-        """The word for one of them: a layer."""
+        """The word for one element: a layer."""
         return re.sub(r"s(_\d+)?$", r"\1", self.field)
 
     @property

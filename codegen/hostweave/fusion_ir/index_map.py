@@ -17,7 +17,7 @@ class IndexMap:
     The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that the result lacks is reduced. The label None marks a dim of
     one element that is broadcast, new, or kept after a reduction. It also marks a dim that is cut or joined, which a rank needs completely.
 
-    - `outer`: labels that join only the outermost parts of dims that a reshape splits or merges. Enough for a sharding, not for a loop.
+    - `outer`: labels that join only the outermost parts of dims that a reshape splits or merges. They allow a sharding, but not a loop.
     - `blocks`: labels of dims whose blocks change places, with the number of blocks. That many ranks can share the dim, one block each.
     - `unwalked`: labels of dims that no loop can iterate over: data decide which elements are accessed, or all elements are needed at once.
       Only kernels can compute such ops, not loops over chunks.

@@ -127,7 +127,7 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
 
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
-Range = tuple[int | None, int | None]  # least and greatest value; None if unknown
+Range = tuple[int | None, int | None]  # smallest and largest value; None if unknown
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Mesh) -> Range:

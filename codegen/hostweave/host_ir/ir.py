@@ -34,7 +34,7 @@ from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
 MAX_WORDS = 3  # largest number of ops that a kernel's name lists
-MAX_CHARACTERS = 48  # in the names of several results that it lists
+MAX_CHARACTERS = 48  # largest number of letters in such a name
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Kernel:
         """A descriptive name: the ops, if they are few, and the results, such as `negative_multiply_y` or `fused_y`.
 
         An in-place update is named after its operand. An op whose result is named after it, such as `multiply_y`, is not repeated.
-        Of results with long names, only the last one is named.
+        If names of results are long, only the last result is named.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -273,7 +273,7 @@ class HostProgram:
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks signal each other. Such counts continue from one call to the next."""
+        """True if ranks signal each other. The counts of signals continue from one call to the next."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property

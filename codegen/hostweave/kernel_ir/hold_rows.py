@@ -82,7 +82,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """These values and those in the innermost loop that they are computed from, in order. Does not look behind `computed`."""
+    """These values and the values of the innermost loop on which they depend, in order. Stops at `computed`."""
     made = {op.result.name: op for op in loops.kernel.ops}
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -99,7 +99,7 @@ def _operands(op: Op) -> tuple[str, ...]:
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """The loops with rows that are split over threads that hold these ones. Rows of unknown length are held if they may fit."""
+    """The loops with rows that are split over threads, which hold these values. Rows of unknown length are held if they may fit."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     threads = _threads_of_row(int(loops.along.size) // loops.width, accesses) if loops.along.size.is_int else 0
     if threads:

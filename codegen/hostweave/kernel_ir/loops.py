@@ -95,7 +95,7 @@ class Loops:
     threads: int = 0  # per block, or threads that share a row of known length; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside the innermost loop
-    prepared: tuple[str, ...] = ()  # those among them by which the innermost loop divides
+    prepared: tuple[str, ...] = ()  # divisors among them of the innermost loop
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of the number of an element; Index is 32 bits if the elements fit
 
@@ -159,7 +159,7 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose. It is contiguous along the first dim, and all that it is computed from along the last."""
+        """The result that blocks transpose. It is contiguous along the first dim, and its operands along the last one."""
         return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Lets blocks transpose tiles in shared memory if a result is contiguous along another dim than what it is computed from.
+"""Lets blocks transpose tiles in shared memory if a result and its operands are contiguous along different dims.
 
     keep i in M, j in 4096
     %x: bf16 at i * 4096 + j

@@ -364,5 +364,5 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
 
 
 def other_call(rank: int, than: int, call: int) -> str:
-    """Message that one rank makes another call than a second one."""
+    """Message that two ranks make different calls."""
     return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"

@@ -107,7 +107,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if a layer has tensors of more than one element. A cache without is given them at its first call."""
+    """True if a layer has tensors of more than one element. A cache without tensors gets them at its first call."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -126,13 +126,13 @@ def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 class Snapshot:
-    """What a cache holds at one moment."""
+    """The contents of a cache at one moment."""
 
     def __init__(self, cache: Any):
         self._held = _held(cache)
 
     def equals(self, cache: Any) -> bool:
-        """True if the cache holds the same tensors, in the same memory, and else equal values."""
+        """True if the cache holds the same tensors, in the same memory, and equal other values."""
         if len(cache.layers) != len(self._held) - 1:
             return False
         return all(_holds(vars(one), held) for one, held in zip((cache, *cache.layers), self._held, strict=True))
@@ -147,15 +147,15 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and _holds(now, before)
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call leaves other objects of the same memory
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call replaces objects, but not their memory
         return (now.data_ptr(), now.shape, now.dtype) == (before.data_ptr(), before.shape, before.dtype)
     return type(now) is type(before) and bool(now == before)
 
 
 class Kept:
-    """Tensors of a cache, for the next one of the same sizes. So its memory is that of a graph that was captured before.
+    """Tensors of a cache, for the next cache of the same sizes. A graph that was captured before then uses the same memory.
 
-    `allocated` is the form of the cache before its first call, and `sizes` all that its sizes depend on.
+    `allocated` is the form of the cache before its first call, and `sizes` the values that determine its sizes.
     """
 
     def __init__(self, cache: Any, empty: Form, allocated: Form, sizes: object):
@@ -163,7 +163,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Gives the tensors, all 0, to a cache that has none. False if another has them, or if they do not fit."""
+        """Gives the tensors, set to 0, to a cache without tensors. Returns False if another cache has them, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:

@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs: one for prompts, and one for a token of each sequence."""
+"""`generate` of transformers on compiled programs: one for prompts, and one for the next token of each sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _ROUNDED = 64  # lengths of caches are multiples of it, so that prompts of simil
 
 
 class TokenGraph:
-    """A call for a token of each sequence, captured as a graph. A launch takes other tokens and masks, and goes on with the same cache."""
+    """A call for one token of each sequence, captured as a graph. A launch takes new tokens and masks, and continues with the same
+    cache."""
 
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
         """Makes the call. `word` names the cache among the arguments."""
@@ -35,7 +36,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True for arguments of the same sizes and else the same values, with the cache of the graph."""
+        """True for arguments with the same sizes and the same other values, and the cache of the graph."""
         leaves, spec = pytree.tree_flatten({**kwargs, self._word: None})
         return spec == self._spec and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -48,18 +49,18 @@ class TokenGraph:
             return self.result()
 
     def result(self) -> Any:
-        """The result of the last call, without its cache, in memory of its own."""
+        """A copy of the last call's result, without its cache."""
         made = self._captured.outputs
         return type(made)(**pytree.tree_map_only(torch.Tensor, torch.clone, {name: made[name] for name in made if name != self._word}))
 
 
 class _Rank:
-    """Memory and graph of the sequences that a rank has generated, for the next ones of the same sizes."""
+    """Memory and graph of the sequences that a rank has generated, for later sequences of the same sizes."""
 
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
         self.graph: TokenGraph | None = None
-        self.is_first = True  # no token followed the last prompts yet
+        self.is_first = True  # True until a token follows the last prompts
 
 
 class Generation:
@@ -78,7 +79,7 @@ class Generation:
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Sequences, as transformers generates them, with a static cache. Raises ArgumentError where there can be none."""
+        """Generates sequences like transformers, with a static cache. Raises ArgumentError if a static cache is not possible."""
         if not self._word:
             raise ArgumentError(
                 f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
@@ -95,7 +96,7 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """How many tokens a sequence has at most, prompt included, or more."""
+        """Upper bound of the number of tokens of a sequence, including the prompt."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
@@ -106,7 +107,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """A static cache. Windows are a matter of masks: a layer that slides has all positions, too."""
+        """A static cache. Windows are applied by masks, so a layer with a sliding window has all positions, too."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -129,11 +130,11 @@ class Generation:
             )
         group = current_group()
         made = self._plain(kwargs, None, None) if group is None else self._of_rank(kwargs, group)
-        made[self._word] = cache  # as the module returns it
+        made[self._word] = cache  # the module returns it under this name
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """A call of a rank in a group. The first token behind prompts is a call that is captured, unless the last graph takes it."""
+        """A call of a rank in a group. The call for the first token after prompts is captured, unless the last graph accepts it."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -154,7 +155,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None, own: _Rank | None) -> Any:
-        """Calls a program. A cache without tensors gets those of all ranks, and the call leaves those of this rank in it."""
+        """Calls a program. A cache without tensors gets the tensors of all ranks. After the call it holds the tensors of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -171,7 +172,7 @@ class Generation:
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
-        """The program that takes these arguments, with a cache of all ranks or of this one. It is compiled if there is none yet."""
+        """The program for these arguments, with a cache of all ranks or of this one. It is compiled on first use."""
         with self._lock:
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:
@@ -191,7 +192,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """The sizes that differ from call to call, where the module computes the same for all of them: those of tokens and masks."""
+        """The sizes of tokens and masks, which differ between calls, if the module computes the same for all sizes."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)
@@ -212,7 +213,7 @@ def _is_token(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
-    """All that the sizes of a cache depend on: the number of sequences, and the sizes of what are no tokens."""
+    """The values that determine the sizes of a cache: the number of sequences, and the sizes of arguments other than tokens."""
     tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
     return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
 

@@ -99,7 +99,7 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
 }
 
 // Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
-// cannot fill every GPC, so some room is left. A block takes the room of `kSize` usual ones.
+// cannot fill every GPC, so some room is left. A block takes the room of `kSize` ordinary blocks.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);

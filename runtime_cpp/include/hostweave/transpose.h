@@ -1,4 +1,4 @@
-// Transposition of what a kernel computes, by tiles: threads read along rows, and write along columns.
+// Transposition of a kernel's result, by tiles: threads read along rows, and write along columns.
 #pragma once
 #include "hostweave/kernel.h"
 

@@ -48,7 +48,7 @@ struct PhaseBarrier {
   __device__ void arrive() const {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory");
   }
-  // Arrives, and the phase also waits for bytes that are copied.
+  // Arrives. The phase then also waits until `bytes` bytes have been copied.
   __device__ void expect(int bytes) const {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(at), "r"(bytes)
                  : "memory");
@@ -75,7 +75,7 @@ struct StageCount {
   __device__ void advance() { ++count; }
 };
 
-// Barrier `number` of the hardware, of some warps of a block.
+// Hardware barrier `number`, for some warps of a block.
 __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -112,7 +112,7 @@ class WarpgroupProducts {
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
   static constexpr int kStaged = 128;  // columns of a warpgroup that are stored at once
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 == kWarpgroupShared);
-  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // numbers of barriers: of both warpgroups, and of each
+  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // numbers of barriers: for both warpgroups, and for each
 
  public:
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)

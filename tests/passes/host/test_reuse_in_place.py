@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: int, dtype: hw.DType) -> None:
-    """Such as a bias and its gradient, for all layouts of the reduction: vectors, threads, blocks and parts of blocks."""
+    """Operands like a bias and its gradient, for all layouts of the reduction: vectors, threads, blocks and parts of blocks."""
     kept = shape[1 - axis]
 
     @hw.fusion(donate={"w": 0, "v": 1}, x=dtype[shape], w=dtype[kept], v=hw.f32[kept])
@@ -41,7 +41,7 @@ def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: 
 
 
 def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
-    """The scale enters each product that is summed: it is copied to at the end."""
+    """The scale enters each product that is summed: the result is copied to it at the end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:

@@ -73,7 +73,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     mean. This is the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Over
     sharded dims it takes two all-reduces, for any number of mesh axes.
 
-    Raises ProgramError for a correction that is no int if the sizes are symbolic.
+    Raises ProgramError for a correction that is not an int if the sizes are symbolic.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
@@ -257,7 +257,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """Shape with a dim for the elements of a block behind each dim of blocks."""
+    """Shape with a dim for the elements of a block after each dim of blocks."""
     blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
     for i in blocked:
         if shape[i].is_int and int(shape[i]) % BLOCK:

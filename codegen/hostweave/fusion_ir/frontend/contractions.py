@@ -22,7 +22,7 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     A letter that the result lacks is summed over. Without `->` the result has the letters that occur once, in alphabetical order. With more
     than two operands, the first two are multiplied first.
 
-    Common letters of two operands are contracted by one matmul, of the dtypes of `hw.matmul`. If these dims are sharded, partial sums are
+    One matmul contracts the common letters of two operands, for the dtypes of `hw.matmul`. If these dims are sharded, partial sums are
     reduced once, and nothing is gathered.
 
     Raises ProgramError for an ellipsis, a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
@@ -50,7 +50,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
     """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
     `axes` is a number of the last dims of a and first dims of b, or a pair: the dims of a, and those of b in the same order, by number or
-    name. One matmul, of its dtypes, contracts all of them. If these dims are sharded, partial sums are reduced once.
+    name. One matmul contracts all of them, for the dtypes of `hw.matmul`. If these dims are sharded, partial sums are reduced once.
 
     Raises ProgramError for dims that differ in size or number.
 

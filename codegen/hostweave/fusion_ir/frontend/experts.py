@@ -19,7 +19,7 @@ from hostweave.types.tensor import Dim, TensorType, f32, i32, i64
 
 @_called("grouped")
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Matrix products of groups of rows, as torch.nn.functional.grouped_mm. `offsets` [E] of i32 has the end of each group.
+    """Matrix products of groups of rows, like torch.nn.functional.grouped_mm. `offsets` [E] of i32 has the end of each group.
 
     | a | b | result | group e |
     |---|---|---|---|
@@ -105,8 +105,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     """Repeats each index of a dim, as torch.repeat_interleave: `repeats` times, or `repeats[i]` times for element i if `repeats` is an int
     tensor [D].
 
-    `total` is the size of the dim afterwards, which counts that are data need. Indices after the last repetition repeat the last one.
-    Repetitions after `total` are cut off.
+    `total` is the size of the dim afterwards. It is required if the counts are a tensor. Indices after the last repetition repeat the last
+    one. Repetitions after `total` are cut off.
 
     Raises ProgramError for counts of another shape, or a total that is missing.
 
@@ -159,8 +159,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     All ranks gather the ids, and each computes which choices are its own.
 
     A rank sends at most `capacity` choices to each rank. The default is all choices of its tokens, so that none is dropped. With a smaller
-    one, choices without room are dropped: those of the last tokens of the last experts. Counts are known only at the call, and stay on the
-    device.
+    capacity, choices without room are dropped, from the last tokens of the last experts on. Counts are known only at the call, and stay on
+    the device.
 
     Raises ProgramError if R does not divide the experts, or an axis is missing.
 
@@ -244,9 +244,9 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
 
 @_called("combined")
 def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sends the rows of experts [R, rows, H] back, and adds those of each token: [T, H]. `weights` [T, k] multiply them.
+    """Sends the rows of experts [R, rows, H] back, and adds the rows of each token: [T, H]. `weights` [T, k] multiply them.
 
-    The terms of a token are added in f32: those of each rank on that rank, and then the sums of the ranks, by one reduce-scatter.
+    The terms of a token are added in f32. Each rank adds its terms, and one reduce-scatter adds the sums of the ranks.
     Choices that were dropped add nothing.
 
     Raises ProgramError for other shapes.
@@ -265,7 +265,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back: [T, k, H], one for each choice of a token. Those of dropped choices are zeros.
 
     It moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only one number of each choice: the
-    product of its row with that of the result's gradient, summed over H.
+    product of its row with the row of the result's gradient, summed over H.
 
     Raises ProgramError for other shapes.
 

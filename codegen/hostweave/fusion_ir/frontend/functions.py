@@ -176,7 +176,7 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
     """A tensor of which each element is `fill_value`, a Python number, with shape and dtype as for `hw.zeros`.
 
-    Raises ProgramError for a number that the dtype does not have: of ints those beyond its range and fractions.
+    Raises ProgramError for a number that the dtype cannot represent, such as fractions for ints.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
     """
@@ -185,7 +185,7 @@ def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType 
 
 @checked
 def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
-    """The vector start, start + step, ... of numbers before `stop`; with one argument from 0 to before that.
+    """The vector start, start + step, ... of numbers before `stop`. A single argument is `stop`, and start is then 0.
 
     `stop` may be a size as text, such as "M"; `start` and `step` are then ints, and step is 1 or a divisor of `stop - start` at each call.
     Elements are computed in i64 for a dtype of 64 bits, otherwise in i32. Raises ProgramError for others, and for bool.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # stands for an unknown size
+LARGE = 720720 << 20  # value of an unknown size
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
@@ -87,7 +87,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
-    least, most, size = map(_if_large, (start, stop, whole))  # enough to compare bounds of one dim
+    least, most, size = map(_if_large, (start, stop, whole))  # large enough to compare bounds of one dim
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"is out of range; stay between 0 and {whole}")
     if least >= most:

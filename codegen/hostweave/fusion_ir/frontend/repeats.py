@@ -34,7 +34,7 @@ Column = tuple[str, ...]  # one operand of all calls of a run, or one result of 
 
 
 class _Unfit(Exception):
-    """A run or group of inputs that cannot be one. Records attempts that failed, so that they are not repeated."""
+    """A run of calls or a group of inputs that cannot be merged. Records attempts that failed, so that they are not repeated."""
 
     def __init__(self, what: object):
         self.what = what
@@ -75,7 +75,7 @@ class _Run:
         return len(self.results) + len(self.columns) + result if is_carried else result
 
     def operand_of(self, result: int) -> int:
-        """The operand of the next call that a carried result is."""
+        """The operand of the next call for a carried result."""
         return next(operand for operand, carried in self.carried.items() if carried == result)
 
     @property
@@ -145,7 +145,7 @@ class _Repeats:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """How many of the first calls have operands in one role: carried by one result, shared, or a different tensor for each call."""
+        """Number of first calls whose operands have one role: carried by one result, shared, or a different tensor for each call."""
         in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -497,5 +497,5 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        number = number if number < count / 2 else number - count  # from the end that is nearer, which is there at any depth
+        number = number if number < count / 2 else number - count  # counted from the nearer end, which exists at any depth
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

@@ -8,8 +8,8 @@ the required ones:
 - with `packed`, the offsets of packed sequences: the start of each, and the end of the last. A row sees only keys of its sequence.
 
 With `blocks` the keys are cut into that many blocks, the last of which may be short or empty. Each block has a result; the blocks are the
-first dim, which is sharded like the keys. Lengths are then those of the blocks. A row that sees nothing of a block has zeros and -inf
-there.
+first dim, which is sharded like the keys. Lengths are then lengths of the blocks. A row that sees no key of a block has zeros and -inf in
+its result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,7 +155,7 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 class Masks:
     """Masks of the scores: a row sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
 
-    With `from_end`, the diagonal counts from the length or from the last column. With `reversed`, rows are that many blocks in reverse
+    With `from_end`, the diagonal counts from the length or from the last column. With `reversed`, rows are `reversed` blocks in reverse
     order.
     """
 

@@ -60,7 +60,7 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if different
-    prepared: str = ""  # C++ type of the last operand if many elements share it: what depends on that operand alone is done once. f32
+    prepared: str = ""  # C++ type of the last operand if many elements share it: work that depends only on that operand is done once. f32
     lane: str = ""  # function that processes a whole lane along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads of a lane need no synchronisation, since each computes its own elements
     in_clusters: bool = False  # several blocks may process adjacent lanes together

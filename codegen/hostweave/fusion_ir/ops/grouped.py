@@ -1,6 +1,6 @@
 """Grouped matmuls: matrix products of groups of rows, whose first and last rows are data.
 
-There may be a batch dim in front of all dims: each of the batch has its own groups and matrices, and its own rows or the same ones.
+There may be a batch dim in front of all dims: each batch element has separate groups and matrices, and separate or common rows.
 
 Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; rows outside are not computed. If
 the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.

@@ -42,7 +42,7 @@ class Matmul(Compute):
 
     8-bit floats have two `scales` of f32. Then a is [M, K] with contiguous rows, and b is [K, N] with contiguous columns. Scales of a are
     [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each multiplies the elements of its block; the scales of b follow the same rules.
-    Scales of blocks lie as cuBLASLt requires: see `scales_lie`.
+    Scales of blocks have the layout of cuBLASLt: see `scales_lie`.
     """
 
     a: Read

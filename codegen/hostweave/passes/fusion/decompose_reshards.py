@@ -80,7 +80,7 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims whose blocks on two meshes differ in size, if ranks move blocks by reading: a reader knows one size for all."""
+        """Dims whose blocks on two meshes differ in size, if ranks move blocks by reading: a reader knows only one size for all blocks."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []

@@ -37,8 +37,8 @@ SUFFIXES = {
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Makes every op's type follow from its operands. Only reshards change a layout.
 
-    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts. The
-    option partial_dtype=f32 does this for 16-bit floats too; matmuls then write f32 without casts.
+    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts. The option partial_dtype=f32
+    also does this for 16-bit floats; matmuls then write f32 without casts.
     """
     return _Insertion(fusion, options).rewritten()
 

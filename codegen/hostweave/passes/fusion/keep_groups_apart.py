@@ -80,7 +80,7 @@ class _Apart(OpRewriter):
             self.last |= last
 
     def is_same(self, a: str, b: str) -> bool:
-        """True if two values are computed by equal ops of the same values: equal ops are made one only later."""
+        """True if two values are computed by equal ops of the same values. Equal ops are merged only later."""
         if a == b or a not in self.made or b not in self.made:
             return a == b
         one, other = self.made[a], self.made[b]

@@ -32,7 +32,7 @@ EPILOGUES = ("add", "relu", "gelu_tanh")  # epilogues of matmuls, which a loop o
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
     """Puts matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # by a program whose text has loops
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # loops in the text of a program
     chunks = {choice.value: choice.taken.chunks for choice in fusion.choices if choice.value not in done}
     loops: dict[str, ChunkLoop] = {}  # for each matmul, the loop of itself and its epilogues
     for op in fusion.ops:

@@ -85,11 +85,11 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at its typical sizes.
 
-    A communication moves up past just enough work to hide it, since its result takes memory from there on. Communications never pass one
-    another, so they keep their order. Before, matmuls whose results are only returned move down to fill waits.
+    A communication moves up past just enough work to hide it, because its result occupies memory from its new position on. Communications
+    never pass one another, so they keep their order. Before, matmuls whose results are only returned move down to fill waits.
 
-    An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less.
-    Once one does, the remaining ones may too if that takes less time. A choice records each decision.
+    An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less. If
+    one does, the remaining ones also may, if that takes less time. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -18,7 +18,7 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops, except user kernels, which may have side effects, and ops that stream loops make or read.
+    """Merges equal ops, except user kernels, which may have side effects, and ops that compute or read values of stream loops.
 
     A returned value keeps its own op, which becomes a copy. Ops without operands are not merged, since each kernel recomputes them, unless
     the ranks take slices of them.

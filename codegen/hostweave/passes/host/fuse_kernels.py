@@ -37,7 +37,9 @@ SHORT = 1 << 14  # elements that one thread block reduces and computes sooner th
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
     links = Links(_unshared(program))
-    while links.fuse(links.is_free) or links.fuse() or links.join():  # free ones before they become parts of kernels that are not free
+    while (
+        links.fuse(links.is_free) or links.fuse() or links.join()
+    ):  # fuses free launches before they become parts of kernels that are not free
         pass
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
@@ -89,14 +91,14 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Has launches also compute later ones on the same elements. False if no two launches fit."""
+        """Makes launches also compute later launches on the same elements. Returns False if no two launches fit."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Has one launch also compute a later one. Returns the places that access its memory, or none if no two launches fit."""
+        """Makes one launch also compute a later one. Returns the places that access its memory, or none if no two launches fit."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -215,7 +217,7 @@ class Links:
         return found
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if both are launches, and what both write in one buffer are slices of it, one behind the other."""
+        """True if both are launches, and both write adjacent slices of one buffer."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -448,7 +450,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:
-    """Adds to each kernel the reason for which it ends."""
+    """Adds to each kernel the reason why it ends."""
     reasons: dict[str, dict[str, None]] = {}
     for place, launch in links.launches.items():
         reasons.setdefault(launch.kernel, {})[str(links.union(place))] = None

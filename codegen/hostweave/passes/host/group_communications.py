@@ -12,7 +12,7 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Compute between them moves before the group, and instructions that only lay out received data move behind it. On one stream this costs
+Compute between them moves before the group, and instructions that only unpack received data move after it. On one stream this costs
 nothing. The communications keep their order.
 """
 
@@ -84,7 +84,7 @@ class _Grouping:
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts and that can join a group. Barriers cannot, because they are about order."""
+    """Communications that an instruction posts and that can join a group. Barriers cannot, because their order matters."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

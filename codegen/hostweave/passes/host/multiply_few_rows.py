@@ -12,9 +12,9 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-With few rows the time is that of reading the weights, which the kernel reads once for all matmuls. With more rows the matmuls run
-concurrently, so one fills multiprocessors that the last wave of another leaves idle. Memory is planned by now, so deallocates between the
-matmuls and the kernel move behind it.
+With few rows the weights determine the time, and the kernel reads them once for all matmuls. With more rows the matmuls run concurrently,
+so one fills multiprocessors that the last wave of another leaves idle. Memory is already planned, so deallocates between the matmuls and
+the kernel move after it.
 """
 
 from collections.abc import Iterator

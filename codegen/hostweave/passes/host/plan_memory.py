@@ -105,7 +105,7 @@ class Planner:
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # a stream that allocates for itself must know it as well
+            for k, streams in on_streams.items():  # a stream that allocates a private buffer must know it, too
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -116,7 +116,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Children in which streams allocate for themselves, with these streams."""
+        """Children in which streams allocate private buffers, with these streams."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):

@@ -36,7 +36,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # one of a row of three is in a pair already
+        if {first.number, last.number} & edits.keys():  # for a row of three, one is already in a pair
             continue
         launch, kernel, elements = found
         if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
@@ -85,7 +85,7 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
 
 
 def _combine(rows: Op, total: Op) -> bool:
-    """True if the reduction of a reduction is one over the dims of both."""
+    """True if a reduction of a reduction equals one reduction over the dims of both."""
     combine = OPS[total.kind].combine
     if combine and combine.is_mean and total[COUNT] != Size(0):  # the mean of sums, with an explicit divisor
         combine = replace(combine, is_mean=False)

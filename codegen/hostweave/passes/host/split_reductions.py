@@ -1,4 +1,4 @@
-"""Splits a reduction of many rows to a few numbers into two kernels, so that many thread blocks share the rows.
+"""Splits a reduction from many rows to a few numbers into two kernels, so that many thread blocks share the rows.
 
     launch @sum_y %x -> %y
 
@@ -77,7 +77,7 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
 
 
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
-    """A kernel that reduces the dims of a row, and one for the remaining dims."""
+    """A kernel that reduces the dims of a row, and a kernel for the remaining dims."""
     (op,), (source,) = kernel.ops, kernel.inputs
     first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location) if _is_counted(op) else op
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4

@@ -154,8 +154,8 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Number of the last column that a row sees, minus the row's number. None without a causal mask.
 
-        It depends on the offsets of the rank's rows and columns. At the bottom right it grows by the columns and shrinks by the rows; with
-        lengths, the instruction itself adds the number of columns.
+        It depends on the offsets of the rank's rows and columns. At the bottom right it grows with the columns and shrinks with the rows;
+        with lengths, the instruction itself adds the number of columns.
         """
         if not op[CAUSAL]:
             return None
@@ -176,7 +176,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """For an op's name, later ops by kind that the same instruction computes."""
+    """Op -> later ops, by kind, that the same instruction computes."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

@@ -191,7 +191,7 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        """View of the operand that is all of the result."""
+        """View of the operand that is the whole result."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)
@@ -208,7 +208,7 @@ class Buffers:
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """View of the indices that a slice or select takes. Its axis is `shift` dims further in `source`."""
+        """View of the indices that a slice or select takes. In `source` its axis is `shift` dims later."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
@@ -232,7 +232,7 @@ class Buffers:
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
-    """View of an operand's place in `target`, the current chunk of the result."""
+    """View of the operand's place in `target`, the current chunk of the result."""
     type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
     if op.kind == "concat":
         axis = op[AXIS]

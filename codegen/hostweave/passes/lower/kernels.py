@@ -76,7 +76,7 @@ class Kernels:
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces terms and rounds once. The last term may be several along an outermost dim."""
+        """Name of the kernel that reduces terms and rounds once. The last operand may hold several terms along an outermost dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -116,7 +116,7 @@ class Kernels:
 
 
 def _of_shard(op: Op) -> Op:
-    """An iota of a shard as an iota with an offset. Other ops stay."""
+    """Converts an iota of a shard to an iota with an offset. Other ops do not change."""
     if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))

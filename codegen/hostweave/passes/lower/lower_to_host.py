@@ -12,7 +12,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-`placement.py` decides first where results lie.
+`placement.py` first chooses the memory of results.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters that are in windows. A function's parameter does if it does in all calls."""
+    """For each body, its parameters that are in windows. A parameter of a function is in a window if it is in all calls."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
@@ -158,7 +158,7 @@ class _Lowering:
         b.emit(ir.For(index.name, parameter.type.shape[0], tuple(body)))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
-        """Copies results that are views of donated inputs before these are overwritten. Returns the buffer of each."""
+        """Copies results that are views of donated inputs before the inputs are overwritten. Returns the buffer of each."""
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:

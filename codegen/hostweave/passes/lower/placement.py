@@ -92,7 +92,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if a view only adds dims of one element, has the only use of its operand, and the operand's op can write strided memory."""
+    """True if a view only adds dims of one element and is the only use of its operand, and the operand's op can write strided memory."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]

@@ -85,7 +85,7 @@ class RepeatLowering:
             self.end(op, carried[operand], used.get(result, ""), used.get(results + operand, ""))
 
     def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
-        """True if a function gives a result in the memory of an operand."""
+        """True if a function returns a result in the memory of an operand."""
         return bool(function.donated) and function.donated[result] == function.inputs[operand].name
 
     # --- results of successive calls ---
