@@ -37,9 +37,7 @@ SHORT = 1 << 14  # elements that one thread block reduces and computes sooner th
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
     links = Links(_unshared(program))
-    while (
-        links.fuse(links.is_free) or links.fuse() or links.join()
-    ):  # fuses free launches before they become parts of kernels that are not free
+    while links.fuse(links.is_free) or links.fuse() or links.join():  # free launches first, while they are separate kernels
         pass
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))

@@ -1,4 +1,4 @@
-"""Reduces few rows to few numbers by one kernel: two kernels, which many rows need, cost a launch more.
+"""Reduces few rows to few numbers by one kernel. Two kernels, which many rows need, cost an additional launch.
 
     launch @multiply_sum_rows %x -> %rows               if M < 16 {
     launch @sum_y %rows -> %y                             launch @multiply_sum_rows_of_few_rows %x -> %y
@@ -7,7 +7,7 @@
                                                           launch @sum_y %rows -> %y
                                                         }
 
-A size that the options state decides at compile time. Known sizes were decided before, when reductions were split.
+If the options state the size, the choice is made at compile time. For known sizes it was made when reductions were split.
 """
 
 from dataclasses import replace
