@@ -9,6 +9,7 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.passes.fusion.overlap_communication import overlap_communication
+from hostweave.pipeline import lower
 from hostweave.tune.cost import H200, seconds
 
 FSDP = "%x: bf16[M@x, K], %v: bf16[K@x, N], %w: bf16[N@x, K]"
@@ -241,6 +242,26 @@ def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, col
         %a: bf16[N, N] = relu(%g)"""
     made = overlap_communication(fusion(inputs, f"{ops}\n{rest}", "x=2"), Options(sizes={"N": columns}, machine=H200))
     assert ("async" in str(made)) == is_beside
+
+
+@pytest.mark.parametrize(("calls", "in_kernels"), [(1, False), (6, True)])
+def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
+    """Also of a function with several results."""
+
+    @hw.block(x=hw.bf16[16, 64], w=hw.bf16["64@x", 64])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.reshard(hw.matmul(hw.reshard(x, 16, "64@x"), w), 16, 64)
+        return h, hw.relu(h)
+
+    types = {"x": hw.bf16[16, 64], "w": hw.bf16["64@x", 64], "u": hw.bf16[4096, 4096], "s": hw.bf16["512@x", 512]}
+
+    @hw.fusion(mesh=hw.Mesh(x=2), **types)
+    def program(x: hw.Tensor, w: hw.Tensor, u: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        for _ in range(calls):
+            _, x = layer(x, w)
+        return x, hw.matmul(u, u), hw.relu(hw.reshard(s, 512, 512))
+
+    assert ("launch_all_reduce" in str(lower(program, Options(machine=H200)))) == in_kernels
 
 
 def test_a_reduce_scatter_beside_products() -> None:

@@ -59,7 +59,9 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
     for body in (fusion, *reversed(fusion.functions)):  # callers first
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.callee and op.kind != "output":
+            if op.kind == "output":  # a further result of a call
+                continue
+            if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
                 calls[op.callee.name] += depth * calls[body.name]
             elif communicates(op) and _is_small_sum(op, body, options):
@@ -74,8 +76,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
 
 def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
     """True if an all_reduce is small enough for a kernel at the stated sizes, or might be if sizes are not stated."""
-    step = step_of(op)
-    if op.kind != "all_reduce" or step.reduction != "sum" or op.result.stream:
+    if op.kind != "all_reduce" or op.result.stream or (step := step_of(op)).reduction != "sum":
         return False
     term = body.values()[op.tensors[0]].type.local(body.mesh)
     most, size = most_terms(options.figures, body.mesh.size_of(step.axes), term), product(term.shape)
