@@ -231,8 +231,8 @@ AttentionProblem of_sequences(AttentionProblem p) {
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
 // The first rows may attend to no column. If the diagonal lies beyond a corner, the last rows attend to all columns, and the
-// problem is split. The backward pass then has one part for the columns that all rows attend to, without a mask, and one for the
-// others. The gradient of the queries is the sum of both.
+// problem is split. The backward pass then has two parts: columns that all rows attend to, without a mask, and other columns. The
+// gradient of the queries is the sum of both.
 struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // first row; for a backward pass first column

@@ -216,9 +216,9 @@ class Pattern {
   const AttentionProblem& problem_;
   cudnnDataType_t type_;
   const AttentionOptions& options_;
-  const int64_t lse_rows_;  // the problem's rows are a part of these
+  const int64_t lse_rows_;  // the rows of the problem are a part of this range
   Dims scores_{}, of_rows_{};
-  Value q_, rows_, lengths_;  // the last two only with lengths or packed sequences
+  Value q_, rows_, lengths_;  // the last two are used only with lengths or packed sequences
   std::map<int64_t, Places> places_;
 };
 

@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null: of a graph
   LoggedOps* ops;
-  int64_t times;                // how often the ops are done when the call is
+  int64_t times;                // number of times that the ops have ended when the call has ended
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };
@@ -156,7 +156,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Notes a line that no stream, event or channel has noted.
+  // Logs a line without streams, events and channels.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -171,7 +171,7 @@ struct CallLog::Calls {
     }
   }
 
-  // True if the op needs a milestone behind it.
+  // True if the op needs a milestone after it.
   bool has_milestone(const LoggedOp& op) {
     if (op.kind == LoggedOp::Kind::record) recorded.push_back(op.event);
     return op.is_outer() && (op.kind != LoggedOp::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
@@ -204,7 +204,7 @@ struct CallLog::Calls {
     }
   }
 
-  // The first call that is not done, or a launch by the application: calls are sequential, so all calls before a started one are
+  // The first unfinished call, or launch by the application: calls are sequential, so all calls before a started one are
   // done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {

@@ -58,7 +58,7 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductScales& scales, co
   HW_SCALED_PRODUCT(multiply_few_rows_of_scaled_blocks_by_large_blocks, T, Result, true, kLargeProductThreads, 1) \
   HW_SCALED_PRODUCT(multiply_16_rows_of_scaled_blocks, T, Result, true, kProductThreads, 2)
 
-// The paragraphs below are compiled each by itself.
+// Each paragraph below is compiled separately.
 
 HW_PRODUCTS(bf16, bf16)
 

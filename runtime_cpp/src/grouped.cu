@@ -25,7 +25,7 @@ extern __shared__ char dynamic_shared[];
 #define HW_GROUPED_PLAIN(T) \
   __global__ void __launch_bounds__(kGroupedThreads) multiply_groups_plain(GroupedProblem p, T) { multiply_groups_plain<T>(p); }
 
-// The paragraphs below are compiled each by itself.
+// Each paragraph below is compiled separately.
 
 HW_GROUPED(multiply_groups_by_16, bf16, 16, 16, false)
 

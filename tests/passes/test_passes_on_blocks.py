@@ -86,7 +86,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """Not even as the sole consumer of a streamed communication."""
+    """A call does not join a loop, not even as the sole consumer of a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -323,7 +323,7 @@ function @layer(%x: f32[M@x, E]) {
     ],
 )
 def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:
-    """Not if its result is part of another buffer."""
+    """A call does not write directly if its result is part of another buffer."""
     text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
     host = body_of(stages(text)["lower_to_host"], "host")
     assert host == ["%h = allocate f32[local(M, x), E]", "call @layer %x -> %h", *expected]
@@ -373,7 +373,7 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 
 
 def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
-    """This gives the same order on every rank. A block without communication overlaps with it."""
+    """Waiting gives the same order on every rank. A block without communication overlaps with it."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

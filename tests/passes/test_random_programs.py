@@ -38,7 +38,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-SEEDS = 160  # in the default run, which must have everything
+SEEDS = 160  # in the default run, which must cover everything
 
 
 def is_right(seed: int) -> bool:
@@ -63,10 +63,10 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # by any pass; only in hand-written host programs, and in timelines
+NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # no pass makes these; they occur only in hand-written host programs and in timelines
 NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds equally; the tests of attention cover them
 NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings makes them
-NOT_MADE |= {"LaunchAllReduce"}  # not for f64 and i64, which these programs use; test_random_ops.py covers it
+NOT_MADE |= {"LaunchAllReduce"}  # not possible for f64 and i64, which these programs use; test_random_ops.py covers it
 
 
 @pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)

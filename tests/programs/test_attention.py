@@ -112,7 +112,7 @@ def decode(ranks: int, t: DType) -> Fusion:
 
 
 def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Each batch element by itself, with its valid keys."""
+    """Computes each batch element separately, with its valid keys."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 

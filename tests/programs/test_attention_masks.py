@@ -84,7 +84,7 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """The bias hides some columns, for some rows all; some sequences are empty, and some tokens belong to none."""
+    """The bias hides some columns, and all columns for some rows; some sequences are empty, and some tokens belong to none."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf
@@ -159,7 +159,7 @@ def test_a_program_has_the_kernels_that_it_may_need() -> None:
     assert libraries(hw.f32, 20) == {"attention_f32_64"}
     assert libraries(hw.bf16, 96, packed=True) == set()
     assert libraries(hw.bf16, 72, packed=True) == {"attention_bf16_128"}
-    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # for the gradient of a bias
+    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # needed for the gradient of a bias
     assert libraries(hw.bf16, 200, bias=True, causal="bottom_right", forward=True) == {"attention_bf16_256"}
 
 

@@ -87,7 +87,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
-    """With uneven sizes; a rank may have no keys, or no valid ones."""
+    """Sizes are uneven, so a rank may have no keys, or no valid keys."""
     fusion = over_ranks(mesh, dtype)
     for sizes in ({"B": 3, "T": 29, "U": 70}, {"B": 2, "T": 9, "U": 2}):
         arrays = random_arrays(fusion, sizes, seed=mesh.size)

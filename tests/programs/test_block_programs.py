@@ -158,10 +158,10 @@ def test_32_layers_of_llama() -> None:
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # also for uneven rows
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # the same for uneven rows
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
-    assert source.count("  layer(") == 1  # in a loop
+    assert source.count("  layer(") == 1  # the call is in a loop
     assert "layer(x_2_before, in.layers[i], cos_angles_, sin_angles_, x_2_i, out.layers[i], caller);" in source
 
 
@@ -311,7 +311,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """In order, in reverse, and without a loop."""
+    """Calls in order, in reverse, and without a loop."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -360,7 +360,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
 
 
 def test_each_array_has_a_name_of_its_own() -> None:
-    """For two functions whose weights share words with others of the same function, with those of the other function, or none."""
+    """Names of arrays for two functions whose weights share words within a function, between the functions, or not at all."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

@@ -43,7 +43,7 @@ def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
-    """Also from f64 through f32, where a near-tie becomes a tie. Among 8-bit floats only e5m2 has infinities."""
+    """Includes casts from f64 through f32, where a near-tie becomes a tie. Among 8-bit floats only e5m2 has infinities."""
     values = np.concatenate([limits(torch_dtype) for torch_dtype in FLOATS.values()] + [[np.inf, np.nan, 1e300]])
     values = np.concatenate([values, -values])
 

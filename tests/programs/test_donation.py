@@ -148,7 +148,7 @@ def copied(v: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_donated_inputs_hold_the_results(ranks: int) -> None:
-    """For global arrays, on each rank's own without a copy, in the interpreter and in the reference."""
+    """Donates global arrays, each rank's arrays without a copy, and in the interpreter and the reference."""
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
@@ -212,7 +212,7 @@ def test_only_the_update_is_written() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
 def test_adamw_in_place(ranks: int, stage: str) -> None:
-    """Several steps against torch; one in-place kernel, and the communication of that ZeRO stage."""
+    """Several steps against torch: one in-place kernel, and the communication of the ZeRO stage."""
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
@@ -432,7 +432,7 @@ def test_views_beside_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """Also a view that another mesh holds in place."""
+    """Includes a view that another mesh holds in place."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 
@@ -655,7 +655,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
             call(fixed, y, z)
     with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so each call writes to it; pass it to each call"):
         compiled.bind(x=x)
-    held = compiled.bind(z=z)  # with bound inputs
+    held = compiled.bind(z=z)  # the same with bound inputs
     first, _ = held(x, y)
     assert first is x
     assert x.tolist() == [2.0] * 4
@@ -676,7 +676,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     assert second.data_ptr() == ty.data_ptr()
     assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
-    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # strided, with other inputs of another library
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # a strided array, and inputs of another library
     assert wide.tolist() == [2.0, 0.0] * 4
 
 

@@ -55,7 +55,7 @@ def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
 @pytest.mark.parametrize("size", ["M", 7, 12])
 @pytest.mark.parametrize("ranks", [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 4])], ids=str)
 def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
-    """A reader knows one size for all blocks, so a dim that has several is gathered before and cut after."""
+    """A reader knows only one size for all blocks, so a dim with several sizes is gathered before and cut after."""
     mesh = hw.Mesh(x=5)
     before, after = (mesh.ranks(some, y=len(some)) for some in ranks)
 
@@ -72,7 +72,7 @@ def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list
 
 
 def test_a_part_is_copied_before_others_read_it() -> None:
-    """The part starts at another offset than a peer's."""
+    """The part starts at a different offset on the peer."""
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
     def turned(x):  # type: ignore[no-untyped-def]

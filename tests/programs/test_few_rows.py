@@ -95,7 +95,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_more_rows_are_multiplied_at_once() -> None:
-    """On as many streams as matmuls; if rows are always few, no streams are needed."""
+    """One stream for each matmul. If rows are always few, no streams are needed."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
@@ -111,7 +111,7 @@ def test_more_rows_are_multiplied_at_once() -> None:
 
 
 def test_products_stay_apart() -> None:
-    """If another op reads one, if operands differ, or if the epilogue reads elements at other indices."""
+    """Matmuls are not fused if another op reads one, if operands differ, or if the epilogue reads elements at other indices."""
 
     @hw.fusion(x=hw.f32["T", 16], y=hw.f32["T", 16], v=hw.f32[16, 16], w=hw.f32[16, 16])
     def apart(x, y, v, w):  # type: ignore[no-untyped-def]

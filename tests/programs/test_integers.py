@@ -51,7 +51,7 @@ INTS = (hw.i8, hw.i16, hw.i32, hw.i64, hw.u8, hw.u16, hw.u32, hw.u64)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [hw.i8, hw.i32, hw.i64], ids=str)
 def test_integers_wrap_around(target: str, dtype: DType) -> None:
-    """Also within one kernel, where a compiler may exploit undefined overflow."""
+    """Includes sums within one kernel, where a compiler may exploit undefined overflow."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.array([kind.max, kind.min, 5, -1, kind.max // 2 + 1], kind.dtype)
     with np.errstate(over="ignore"):
@@ -65,7 +65,7 @@ def test_integers_wrap_around(target: str, dtype: DType) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_reductions_wrap_around(target: str, dtype: DType) -> None:
-    """Over rows, columns and all dims, on one thread and on many, and at indices."""
+    """Sums over rows, columns and all dims, on one thread and on many, and at indices."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.random.default_rng(0).integers(kind.min, kind.max, (70, 300), kind.dtype, endpoint=True)
     index = np.arange(70) % 3
@@ -147,7 +147,7 @@ def test_products(ranks: int, dtype: DType) -> None:
 
 
 def test_bits_of_products() -> None:
-    """The check of results computes integer matmuls as integers. The matmul's kernel has names besides the user's."""
+    """The check of results computes integer matmuls as integers. The matmul's kernel contains names that are not the user's."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i64["M@x", "K"])
     def bits(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

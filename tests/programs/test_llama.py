@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "tp", "dtype", "tied"), CASES)
 def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) -> None:
-    """On every rank; a second text with the same cache and graph; and a text up to the end of the cache."""
+    """Tests every rank, a second text with the same cache and graph, and a text up to the end of the cache."""
     folder, logits, tokens = checkpoint(tied)
     c, frequencies, ends = read_config(folder, dtype)
     assert (c.num_key_value_heads, c.tie_word_embeddings, c.rms_norm_eps, ends) == (4, tied, 1e-6, [])
@@ -118,7 +118,7 @@ ROWS = 2000
 
 
 def test_draws_are_of_the_most_probable_tokens() -> None:
-    """With the right frequencies among the fewest tokens that reach top_p, and no others; the vocabulary is sharded unevenly."""
+    """Draws only the fewest tokens that reach top_p, with the right frequencies; the vocabulary is sharded unevenly."""
     dtype, vocabulary = hw.f32, 11
 
     @hw.fusion(
@@ -179,7 +179,7 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (tmp_path / file).symlink_to(folder / file)
     run(monkeypatch, tmp_path, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76", target=target)
     assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:3].tolist()]
-    if target == "cuda":  # top_p so small that sampling is greedy
+    if target == "cuda":  # top_p is so small that sampling is greedy
         drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
         run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
         assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]

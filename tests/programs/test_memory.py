@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """Nor does a call at sizes for which the memory suffices."""
+    """A call at sizes for which the memory suffices allocates nothing, either."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """With the planned memory sharing, and NaN in all memory before every call."""
+    """Memory is shared as planned, and all memory is NaN before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})

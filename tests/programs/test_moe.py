@@ -142,7 +142,7 @@ def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity
     host = lower(through, Options())
     check(host, fusion=through)
     x, weights = random.standard_normal((tokens, H)), random.random((tokens, choices))
-    ids = random.integers(0, int(random.integers(1, experts + 1)), (tokens, choices)).astype(np.int32)  # the last experts may get none
+    ids = random.integers(0, int(random.integers(1, experts + 1)), (tokens, choices)).astype(np.int32)  # the last experts may get no tokens
     wanted, counts, own = np.zeros_like(x), np.zeros(experts, int), tokens // ranks
     for source in range(ranks):
         chosen = [(int(ids[t, i]), t, i) for t in range(source * own, (source + 1) * own) for i in range(choices)]

@@ -19,7 +19,13 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 from hostweave.types.tensor import block_of
 
-WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "matmul_ar_ag", "ag_matmul_flat_chunked")  # if the transport is stated
+WHOLLY = (
+    "ag_matmul_ring",
+    "matmul_rs_ring",
+    "matmul_ar",
+    "matmul_ar_ag",
+    "ag_matmul_flat_chunked",
+)  # programs that use windows if the transport is stated
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_ring", 4),
     ("matmul_rs_ring", 3),
@@ -146,7 +152,7 @@ def test_sums_alone_are_put() -> None:
 
 
 def test_reference() -> None:
-    """The reference of a program is that of the same program without puts."""
+    """The reference of a program is the reference of the same program without puts."""
     one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
     arrays = integer_arrays(one, sizes_of(one), 0)
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])

@@ -100,7 +100,7 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """Also for shared memory that the caller may write before a call and after it."""
+    """The same for shared memory that the caller may write before a call and after it."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -130,7 +130,7 @@ def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) -> None:
-    """Also requires that the first matmul uses this rank's own shard."""
+    """Requires that the first matmul uses this rank's shard."""
     transport = "two_sided" if way == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
     host = lower(weights(way == "get(3)", hw.f32["K", "K@dp"]), options)

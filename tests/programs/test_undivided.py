@@ -91,7 +91,7 @@ def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None
 
 
 def test_the_ranks_of_a_group() -> None:
-    """They state the sizes, as for other uneven dims; one input is bound."""
+    """Ranks state the sizes, as for other uneven dims. One input is bound."""
     mesh = hw.Mesh(a=2, b=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], w=hw.f32["K", 2])

@@ -105,7 +105,7 @@ def test_flat() -> None:
 
 @pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
 def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
-    """Even though the kernels' types name the axis."""
+    """Results are equal, although the kernels' types name the axis."""
     for fusion in (rows(1), flat(1)):
         assert lower(fusion, Options(transport=transport)).channels == ()
 
@@ -306,7 +306,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
 
 
 def test_outputs_are_where_the_tensors_are() -> None:
-    """Even if their specs do not state the mesh; a spec with another mesh is refused."""
+    """Kernels run on the mesh even if their specs do not state it. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])
 

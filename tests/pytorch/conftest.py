@@ -27,7 +27,7 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of modules run in NumPy, all ranks of their host programs, so that nothing is compiled."""
+    """Programs of modules run in NumPy, with all ranks of their host programs, so that nothing is compiled."""
     from hostweave.torch.compiled import ProgramPart
 
     monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
@@ -54,7 +54,7 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs for ranges of sizes are compiled in the background in tests of these alone, for the time that it takes."""
+    """Programs for ranges of sizes are compiled in the background only in their own tests, because this takes time."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

@@ -9,12 +9,12 @@ from hostweave.host_ir.tree import Body, bodies
 
 
 def gathers(*programs: hw.Program) -> int:
-    """How many all-gathers calls of them make, but for those that are half of an all-reduce."""
+    """Number of all-gathers in calls of these programs, except those that are half of an all-reduce."""
     return sum(_counted(inlined(program.host).body, program.host.depths()) for program in programs)
 
 
 def _counted(body: Body, depths: Mapping[str, int]) -> int:
-    """All-gathers less reduce-scatters of a body. An instruction in a repeat counts as often as it runs."""
+    """All-gathers minus reduce-scatters of a body. An instruction in a repeat counts as often as it runs."""
     total = 0
     for i in body:
         times = depths.get(i.trips.name or "", 1) if isinstance(i, For) else 1

@@ -1,6 +1,6 @@
 """A rank of models of transformers, and of a module of DTensors, as a process of torchrun, on GPUs if there are any.
 
-It says of each that it is as torch on one device.
+It prints for each one that its results equal torch's on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """

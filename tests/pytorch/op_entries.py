@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class Entry:
-    """An entry that can be compared: it takes tensors, and gives the same twice."""
+    """An entry that can be compared: it takes tensors, and returns the same result twice."""
 
     name: str
     function: Callable[..., list[torch.Tensor]]
@@ -35,7 +35,7 @@ class Several(nn.Module):
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Entries of one batch that take tensors of this dtype."""
+    """Entries of one batch that support this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:

@@ -16,7 +16,7 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 
 class Rotary(nn.Module):
-    """Queries that are turned by complex numbers, as Llama's own code does it, behind a projection."""
+    """Queries after a projection, rotated by complex numbers as in Llama's own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_rotary_and_transforms(ranks: int) -> None:
 @pytest.mark.extra
 def test_gradients_through_complex_numbers() -> None:
     class Filtered(Rotary):
-        """Behind the rotation, a filter in the domain of frequencies."""
+        """A rotation, followed by a filter in the frequency domain."""
 
         def forward(self, x: Any) -> Any:
             turned = super().forward(x)

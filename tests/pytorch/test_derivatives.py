@@ -1,4 +1,4 @@
-"""Layers that repeat are differentiated once: gradients are those of torch, and of how many layers the joint graph is traced."""
+"""Layers that repeat are differentiated once: tests gradients against torch, and the number of traced layers."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def test_each_layer_draws_its_own_numbers() -> None:
         layer.dropout.p = 0.5
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=True)
     calls = [line for line in compiled.program.fusion_ir.splitlines() if "= call @layer" in line]
-    drawn = {line.rpartition(", ")[2] for line in calls}  # the seed, the last argument
+    drawn = {line.rpartition(", ")[2] for line in calls}  # the last argument is the seed
     assert len(drawn) == len(calls) == len(module.layers)

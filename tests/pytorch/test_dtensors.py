@@ -57,7 +57,7 @@ def blocks(rank: int) -> tuple[Any, Any]:
 
 
 def test_of_a_program(mesh: Any) -> None:
-    """On a mesh of all axes, and of those alone that shard something."""
+    """DTensors on a mesh of all axes, and on a mesh of only the axes that shard something."""
 
     def call(rank: int) -> Any:
         x, w = blocks(rank)
@@ -107,7 +107,7 @@ def test_another_placement(mesh: Any, placements: tuple[Any, ...], found: str) -
 
 
 def test_zigzag(mesh: Any) -> None:
-    """Which no placement says."""
+    """A sharding that no placement expresses."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@zigzag(dp)", 3])
     def negated(x: hw.Tensor) -> hw.Tensor:
@@ -144,14 +144,14 @@ class Line(nn.Module):
 
 
 def prepared(mesh: Any, **options: Any) -> Any:
-    """A module behind `parallelize_module` and `fully_shard`."""
+    """A module after `parallelize_module` and `fully_shard`."""
     module = Line()
     parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(module, mesh=mesh["dp"], **options)
 
 
 def test_fully_shard_states_all_shardings(mesh: Any) -> None:
-    """A weight that both axes shard along one dim is sharded by tp first. Rows are those of both ranks of dp."""
+    """A weight that both axes shard along one dim is sharded by tp first. Rows come from both ranks of dp."""
     model = hostweave.torch.compile(prepared(mesh), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True)
     (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
     for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):

@@ -52,7 +52,7 @@ def test_at_many_sizes(name: str, ranks: int, splits_sequence: bool) -> None:
     plan = dict(PLANS[name]) if ranks > 1 else {}
     plan |= {"layers.*": "-, tp, -"} if splits_sequence else {}
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs, dynamic_shapes=shapes)
-    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # each rank has as many
+    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # each rank has the same number
     for batch, sequence in sizes if name != "vit" else sizes[::4]:
         arguments = given(name, batch, sequence)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""8-bit floats in modules: torch._scaled_mm, and linears that are computed so, forward and backward."""
+"""8-bit floats in modules: torch._scaled_mm, and linears computed in 8-bit floats, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 class Scaled(nn.Module):
-    """A linear with quantised weights, as torch's own functions write it."""
+    """A linear with quantised weights, written with torch's functions."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -117,7 +117,7 @@ def test_mistakes() -> None:
 
 
 class Quantised(nn.Module):
-    """Linears of transformers as its two loaders of FP8 checkpoints make them, with weights quantised as the checkpoints have them."""
+    """Linears from transformers' two loaders of FP8 checkpoints, with weights quantised like in the checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()

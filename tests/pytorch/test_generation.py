@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs: tokens are those of eager, on 1, 2 and 4 ranks, also where prompts differ in length."""
+"""`generate` of transformers on compiled programs: tokens are equal to eager's, on 1, 2 and 4 ranks, also if prompts differ in length."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
         hw.init(threads)
         return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
 
-    for got in threads.run(rank_main):  # first, so that programs are compiled for a rank's blocks of a cache
+    for got in threads.run(rank_main):  # comes first, so that programs are compiled for a rank's blocks of a cache
         assert torch.equal(got.sequences, wanted)
     assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # after the prompt, and the call that is captured
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
@@ -105,7 +105,8 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graphs_of_tokens() -> None:
-    """Tokens launch one graph, also those of the next prompts. The contents of a cache that the caller still holds do not change."""
+    """All tokens launch one graph, including tokens after later prompts. The contents of a cache that the caller still holds do not
+    change."""
     module = model_of("Llama", num_hidden_layers=2)
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
@@ -137,7 +138,7 @@ def test_graphs_of_tokens() -> None:
 
 
 def test_caches_of_the_user() -> None:
-    """A cache may be passed, and is continued as the module itself would."""
+    """A cache may be passed, and is continued like in the module."""
     module = model_of("Llama")
     ids = torch.randint(3, VOCABULARY, (1, 6))
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})

@@ -46,7 +46,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """One for all tests."""
+    """One model for all tests."""
     torch.manual_seed(1)
     return MODELS[name]()
 
@@ -104,7 +104,7 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_parameters_are_read_where_they_lie(plan: str) -> None:
-    """Blocks of columns are copies, which are made again where the parameter was written to."""
+    """Blocks of columns are copies, which are renewed after writes to the parameter."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

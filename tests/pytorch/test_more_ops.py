@@ -110,7 +110,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules, each with a separate input and result. One program of all compiles in a tenth of the time of one of each."""
+    """Several modules, each with a separate input and result. One program for all compiles in a tenth of the time of separate programs."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
@@ -145,7 +145,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], r
 
 
 def parts_of(names: Iterable[str], count: int) -> list[list[str]]:
-    """Names in so many lists, whose tests may run at the same time."""
+    """Splits names into `count` lists, whose tests may run at the same time."""
     names = list(names)
     return [names[start::count] for start in range(count)]
 
@@ -172,7 +172,7 @@ def test_convolutions(names: list[str]) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Rounding whose gradient is that of a product."""
+    """Rounding with the gradient of a product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

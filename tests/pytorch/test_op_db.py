@@ -1,4 +1,4 @@
-"""torch's own op database, op_db, against eager: each entry is computed as torch does, or is on the docs' page of those that are refused.
+"""torch's own op database, op_db, against eager: each entry has torch's result, or is on the docs' page of refused entries.
 
 A sixth of the batches runs by default, on 2 ranks, with `-m slow` the rest, also on 1 and 4 ranks.
 `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
@@ -42,7 +42,7 @@ NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "ne
 
 
 def refused_entries(kind: str) -> set[str]:
-    """The entries that the page has of a kind. Ops that are refused in float32 are refused in other dtypes, too."""
+    """The entries of one kind on the page. Ops that are refused in float32 are refused in other dtypes, too."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -134,7 +134,7 @@ def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_page(request: pytest.FixtureRequest) -> None:
-    """States how many entries there are of each kind, and those that are refused. The regenerated page has all kinds."""
+    """States the number of entries of each kind, and the refused entries. The regenerated page has all kinds."""
     text, known, renews = "", set[str](), request.config.getoption("--update-golden")
     for kind in KINDS if renews else ON_PAGE:
         dtype = KINDS[kind]

@@ -82,7 +82,7 @@ def compiled(module: nn.Module, optimizer: Any, ranks: int = 2, **options: Any) 
 
 
 def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any = None, calls: int = 1, **options: Any) -> Any:
-    """Six steps, whose losses, parameters and states are torch's."""
+    """Six steps, whose losses, parameters and states are equal to torch's."""
     torch.manual_seed(0)
     module = Mlp(bias="Muon" not in type(make([nn.Parameter(torch.ones(2, 2))])).__name__)
     want = copy.deepcopy(module)
@@ -156,7 +156,7 @@ def test_other_dtypes(dtype: Any) -> None:
 
 
 def test_mixed_precision() -> None:
-    """Weights and moments of 32 bits, and matmuls of 16, as torch.autocast has them."""
+    """Weights and moments of 32 bits, and matmuls of 16 bits, as in torch.autocast."""
     torch.manual_seed(0)
     module = Mlp()
     want = copy.deepcopy(module)
@@ -189,7 +189,7 @@ def test_lines_of_an_update_are_those_of_the_optimizer(name: str, line: str) -> 
     ids=["plain", "clipped"],
 )
 def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
-    """Steps with gradients that are not finite change nothing, the first one too, and the scale goes up and down as torch's does."""
+    """Steps with gradients that are not finite change nothing, not even the first step. The scale goes up and down like torch's."""
     torch.manual_seed(0)
     module = Mlp()
     want, calls = copy.deepcopy(module), options.get("accumulate", 1)

@@ -10,7 +10,7 @@ constexpr int kBlocks = sizeof(HW_DTYPE) == 2 && HW_HEAD <= 128 ? 2 : 1;  // blo
 
 // Macros instead of templates: nvcc exports no names of template instances that another file could launch.
 
-// The paragraphs below are compiled each by itself.
+// Each paragraph below is compiled separately.
 
 __global__ void __launch_bounds__(kAttentionThreads, kBlocks) HW_ATTENTION(attend)(AttentionKernel p) {
   attend<HW_DTYPE, HW_HEAD>(p, blockIdx.x);

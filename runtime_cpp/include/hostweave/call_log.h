@@ -53,8 +53,8 @@ class CallLog {
   };
   // Prepares a capture. Returns true if it can have milestones (milestones.h). Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Every launch of a graph that the application captures and launches begins and ends here. Without milestones no launch is
-  // seen. Throws ExecutionError.
+  // Called at the begin and end of every launch of a graph that the application captures. Not called without milestones. Throws
+  // ExecutionError.
   void begins_launch();
   void ends_launch();
   // Returns the ops that were added last outside of a call. The graph holds them until it calls `forget`.

@@ -34,7 +34,7 @@ struct Route {
 
 class Channel;
 
-// The communicator of a channel, for a call of NCCL, whose line the log of calls takes.
+// The communicator of a channel for a call of NCCL. Also tells the call log about the channel.
 class Communicator {
  public:
   explicit Communicator(const Channel& channel) : channel_(channel) {}
@@ -92,7 +92,7 @@ inline Communicator::operator ncclComm_t() const {
   return channel_.handle();
 }
 
-// NCCL's calls of these names, which also tell the log of calls the peer.
+// NCCL's functions of the same names. They also tell the call log the peer.
 inline ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, const Communicator& comm,
                              cudaStream_t stream) {
   if (CallLog* const log = CallLog::current()) log->with_peer(peer);

@@ -242,7 +242,7 @@ struct NarrowSums {
   __device__ void store(ProductSums& into, int group, int rows) { store_group(*this, into, group, rows); }
 };
 
-// i, or the last of `count` indices.
+// Smaller of i and count - 1.
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
 // Adds sums of terms of one block, times the scales of the block. `first` is the first column.

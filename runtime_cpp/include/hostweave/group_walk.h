@@ -39,8 +39,8 @@ __device__ inline void set_place(int place, int down, int across, int& row, int&
   column = in_band / rows, row = band * kBand + in_band - column * rows;
 }
 
-// Finds the tile of a group that a tile number means. Numbers increase, and all threads of a warp ask together. A result of less
-// than 2^31 tiles fits in any memory.
+// Finds the tile of a group for a tile number. Numbers must increase, and all threads of a warp must call it. A result has less
+// than 2^31 tiles, because larger ones do not fit in memory.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)

@@ -8,8 +8,8 @@ namespace hw {
 
 // --- 16-bit floats, by matrix units -----------------------------------------------------------------------------------
 
-// The tiles of this block one after another. find(number, tile) is false behind the last tile. Copies of a tile begin before the
-// one before it is stored.
+// Processes the tiles of this block one after another. find(number, tile) is false after the last tile. Copies of a tile begin
+// before the previous one is stored.
 template <class T, class Product, class Find>
 __device__ void multiply_tiles(const GroupedProblem& p, T* shared, const Find& find) {
   Product product(shared, p.wide);
@@ -51,7 +51,7 @@ __device__ void multiply_groups(const GroupedProblem& p, T* shared) {
   }
 }
 
-// For each group, its rows of x, transposed, times its rows of the other operand.
+// For each group, the transposed rows of x times the rows of the other operand.
 template <class T, class Product>
 __device__ void multiply_rows_of_groups(const GroupedProblem& p, T* shared) {
   griddep_wait();

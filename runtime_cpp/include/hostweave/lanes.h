@@ -152,7 +152,7 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 #endif
 
-// y[x[i]] = i, of a row that has each of 0, 1, ..., n - 1 once.
+// y[x[i]] = i, for a row that contains each of 0, 1, ..., n - 1 once.
 template <class Group, class T>
 HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
@@ -189,14 +189,14 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// Each of some warps counts a part of the elements. Elements of one group keep their order.
+// Several warps each count a part of the elements. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
   if constexpr (kMost == 0) {
     if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
   } else {
-    __shared__ int counts[kMost][kGroups];  // then the next place of a group in a part
+    __shared__ int counts[kMost][kGroups];  // later the next place of a group in a part
     const GroupOrder<U> order{y, kGroups, x.length};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
               parts = warps < kMost ? warps : kMost;
@@ -265,7 +265,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for the elements i of a source that go to a place that this rank holds. One thread owns each place, so
+// Calls write(i, place) for the elements i of a source whose place is on this rank. One thread owns each place, so
 // elements arrive in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {

@@ -36,8 +36,8 @@ struct Epilogue {
 };
 
 // Scales of 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC has one per row of a and per column of b.
-// VEC128 has these per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x 128 elements,
-// contiguous along k, in rows padded to multiples of 4.
+// VEC128 has such scales per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x 128
+// elements, contiguous along k, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t

@@ -1,7 +1,7 @@
-// Milestones behind the ops of streams: each says how often the op before it was done.
+// Milestones after ops on streams. A milestone counts how often the op before it has ended.
 //
-// On CUDA a milestone is an event, which takes no time of a stream that is not captured. In a capture it is a kernel that counts
-// up a word, so that a graph stays a row of kernels. On the CPU device it is a word that the device counts up.
+// On CUDA a milestone is an event, which takes no time on a stream that is not captured. In a capture it is a kernel that
+// increments a word, so that a graph remains a chain of kernels. On the CPU device it is a word that the device increments.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -21,8 +21,8 @@ class Milestones {
 
   // Prepares a capture. Returns true if it can have milestones, which cost time on CUDA, only if `wanted`. Throws ExecutionError.
   bool prepare_capture(bool wanted);
-  // Milestones the last op of a stream. Returns kNone if all of a graph's are in use. Throws ExecutionError. Used by one thread
-  // at a time.
+  // Puts a milestone after the last op of a stream. Returns kNone if all milestones of a graph are in use. Throws ExecutionError.
+  // Used by one thread at a time.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);

@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// An event for a call, whose line the log of calls takes.
+// An event for a call. Also tells the call log about the event.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
@@ -19,7 +19,7 @@ class EventOfCall {
   cudaEvent_t event_;
 };
 
-// CUDA's calls of these names, which also tell the log of calls the event.
+// CUDA's functions of the same names. They also tell the call log the event.
 using ::cudaEventRecord;
 using ::cudaStreamWaitEvent;
 inline cudaError_t cudaEventRecord(EventOfCall event, cudaStream_t stream) {

@@ -24,7 +24,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
   const int64_t across = (columns + kTransposed - 1) / kTransposed, down = (rows + kTransposed - 1) / kTransposed;
   for (int64_t number : over_blocks(down * across)) {
     const int64_t i = number / across * kTransposed, j = number % across * kTransposed;
-    const int64_t height = rows - i, length = columns - j;  // of the tile, if it is at the edge
+    const int64_t height = rows - i, length = columns - j;  // size of the tile, which is smaller at the edge
 #pragma unroll
     for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kWidth) {
       const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
@@ -47,7 +47,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
         for (int e = 0; e < kStored && row + e < height; ++e) first[e] = tile[column][row + e];
       }
     }
-    __syncthreads();  // before the next tile
+    __syncthreads();  // the tile is free for the next one
   }
 }
 

@@ -84,7 +84,7 @@ def test_stages_are_busy(order: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results(ranks: int) -> None:
-    """In either order, with either transport, in consecutive calls."""
+    """Results in either order, with either transport, in consecutive calls."""
     fusion = pipeline(3, 3, "naive", ranks)
     for options in (hw.Options(), hw.Options(transport="one_sided")):
         program = lower(fusion, options)

@@ -72,7 +72,7 @@ def test_all_of_a_kernel(name: str, dtype: str) -> None:
     assert folded(before) == (str(before) if is_inexact else after)
 
 
-# The inputs of the kernel and its ops, of which no matmul does all: the kernel would read and write as much without the first.
+# The inputs of the kernel and its ops. No matmul can do all of them, and without the first op the kernel would read and write as much.
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),

@@ -252,7 +252,7 @@ def test_kernels_that_read_the_same_are_one() -> None:
 
 
 def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
-    """Two slices that a concatenation fills, one behind the other. What both need is not written."""
+    """Two adjacent slices that a concatenation fills. Their common operand is not written."""
     x = hw.f32["M", "N"]
 
     @hw.fusion(x=x, w=hw.f32["M", "M"])
@@ -495,7 +495,7 @@ def test_a_wider_dtype_is_not_written() -> None:
 
 
 def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of loops over time are such chains. An analysis for each kernel took most of their lowering."""
+    """Loops over time become such chains. An analysis for each kernel took most of the time of lowering."""
     analyses, begin = 0, Links.__init__
 
     def counted(links: Links, program: HostProgram) -> None:

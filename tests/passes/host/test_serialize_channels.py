@@ -167,7 +167,7 @@ def test_only_what_is_unordered_takes_turns() -> None:
         host("all_reduce sum %x -> %y on tp\nall_reduce sum %v -> %z on dp"),
         host("fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring\nall_reduce sum %v -> %z on dp"),
         host("all_reduce sum %v -> %z on dp\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring"),
-        host(  # an event that is there already
+        host(  # an existing event
             "fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
             "stream ring[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin ring",
             HEADER + " events(done[1])",
@@ -432,7 +432,7 @@ def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
     def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
         weights = {name: hw.relu(weight) for name, weight in weights.items()}  # no group of inputs, which calls would repeat over
-        whole = hw.reshard(g, "K", "K")  # asynchronous until its use
+        whole = hw.reshard(g, "K", "K")  # asynchronous up to its use
         h = hw.matmul(x, k)
         for i in range(3):
             h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])

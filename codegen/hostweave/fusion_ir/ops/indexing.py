@@ -334,6 +334,6 @@ OPS["argsort"] = OpDef(
 OPS["inverse_order"] = OpDef(  # its rows contain each of 0, 1, ..., n - 1 once
     1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
 )
-OPS["group_order"] = OpDef(  # of numbers of groups: ends of the groups, the elements in the order of their groups, and their places there
+OPS["group_order"] = OpDef(  # ends of the groups, the elements in the order of their groups, and their positions in it
     1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), lane="hw::group_order<{groups}>", whole="ordered"
 )

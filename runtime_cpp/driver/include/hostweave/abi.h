@@ -65,7 +65,7 @@ struct Arguments {
 // Entry points of a program.
 struct Calls {
   Arguments inputs, outputs;
-  void* (*create)(Rank& rank);  // makes streams, events and plans; finds this rank's channels
+  void* (*create)(Rank& rank);  // creates streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
   // Checks dtypes and sizes of the inputs, allocates and plans for them, and returns the local output shapes. Enqueues nothing.
   // Every rank prepares before any rank runs.

@@ -24,8 +24,7 @@ namespace hw {
 // True if a stream is being captured, or its capture was invalidated by a failed call.
 bool is_captured(cudaStream_t stream);
 
-// Progress of launches of a graph that the application makes: a word that each launch sets at its start, and an event that it
-// records at its end.
+// Progress of a graph that the application launches: each launch sets a word at its start, and records an event at its end.
 class Pulse {
  public:
   Pulse();
