@@ -115,11 +115,16 @@ def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice:
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
-def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
+def _ways(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
     """All alternatives, with the chosen one first."""
-    program = chosen(case, ranks)
+    program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
-    stated = {way.name: _stated(case.kind, ranks, way.algorithm, way.chunks) for way in choice.ways}
+    stated = {
+        way.name: chosen(case, ranks, ways={choice.name: way.name}, **options)  # copies without a loop
+        if way.chunks == 1
+        else _stated(case.kind, ranks, way.algorithm, way.chunks, **options)
+        for way in choice.ways
+    }
     return stated | {choice.taken.name: program}
 
 
@@ -134,9 +139,9 @@ def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
 
 
 @cache
-def _stated(kind: str, ranks: int, algorithm: str, chunks: int) -> hw.Program:
+def _stated(kind: str, ranks: int, algorithm: str, chunks: int, **options: Any) -> hw.Program:
     """Program with one stated alternative for all sizes. Cases share it, so each alternative is built once."""
-    return _compiled(kind, ranks, algorithm, chunks, overlap="off")
+    return _compiled(kind, ranks, algorithm, chunks, overlap="off", **options)
 
 
 def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int = 0, **options: Any) -> hw.Program:

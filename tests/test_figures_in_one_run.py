@@ -10,6 +10,7 @@ import pytest
 
 from hostweave.base.paths import BENCHMARKS
 from hostweave.cli.programs import load_file
+from hostweave.types.machine import H200
 
 DOCS = BENCHMARKS.parent / "docs"
 LINES = {
@@ -21,13 +22,17 @@ LINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def figures() -> Any:
+def benchmark(name: str) -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return load_file(BENCHMARKS / "figures.py")
+        return load_file(BENCHMARKS / f"{name}.py")
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def figures() -> Any:
+    return benchmark("figures")
 
 
 def test_all_commands_of_the_page(figures: Any) -> None:
@@ -47,3 +52,11 @@ def test_rows_of_goals(figures: Any) -> None:
     assert rows["host time of a captured pass of 4 layers, us"].endswith("| 10.0 | at most 10 | met |")
     assert rows["its first launch behind a wait, us"].endswith("| 61.0 | at most 90 | met |")
     assert rows["8 layers of 8B, decode, batch 1, 1 GPU, tokens/s"].endswith("| not measured | at least 766 | |")
+
+
+def test_alternatives_of_overlap_compile() -> None:
+    """Those that streams cannot state, too: copies without a loop."""
+    overlap = benchmark("overlap")
+    ways = overlap._ways(overlap.CASES[1], 2, machine=H200, check=False)
+    assert "put(1)" in ways
+    assert ways["put(1)"].choices[0].taken.name == "put(1)"
