@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float]:
-    """Seconds of the proof of order, and of that with the comparison of results."""
+    """Seconds of the proof of order, without and with the comparison of results."""
     host = lower(fusion, hw.Options())
     return seconds(lambda: check(host), repetitions), seconds(lambda: check(host, fusion=fusion), repetitions)
 
 
 def small_llama(layers: int, decode: bool) -> hw.Fusion:
-    """Llama on 8 ranks with few features, so that results are compared unasked, with two inputs at the smallest sizes."""
+    """Llama on 8 ranks with few features, so that results are compared by default, with two inputs at the smallest sizes."""
     example = load_file(EXAMPLES / "llama.py")
     sizes = {
         "hidden_size": 64,

@@ -2,8 +2,8 @@
 
 - products: one scaled matmul with the shapes of one rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, compared with
   torch._scaled_mm. Both are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, from quantised weights. Beside it are
-  ours in bf16, and torch with _scaled_mm: torch.compile, and that with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, from quantised weights. Peers are
+  Hostweave in bf16, and torch with _scaled_mm, by torch.compile without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, from quantised weights, compared with Hostweave in bf16.
 
 Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
@@ -51,7 +51,7 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            ours = next(iter(times))  # begins with the case
+            ours = next(iter(times))  # its name begins with the case
             print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 
@@ -60,7 +60,7 @@ def main(names: Sequence[str]) -> None:
 
 @cache
 def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
-    """Scales of blocks of `a` lie as torch asks for them, those of rows side by side."""
+    """Scales of `a` in torch's layout for blocks: scales of adjacent rows are contiguous."""
     of_a, of_w = ((1, 1), (1, 1)) if scaling == "tensor" else ((1, "M"), (n, 1))
     if isinstance(k, int) and isinstance(n, int):
         of_a, of_w = (k // 128, "M"), (n // 128, k // 128)
@@ -73,7 +73,7 @@ def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """For every shape, kind of scales and number of rows: a call of Hostweave and a call of torch. Raises AssertionError where results
+    """For every shape, kind of scales and number of rows: a call of Hostweave and a call of torch. Raises AssertionError if results
     differ."""
     import torch
 
@@ -100,7 +100,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_product(scaling: str, a: Any, w: Any, s: Any, t: Any) -> Callable[[], Any]:
-    """With scales in the layout that it asks for: those of blocks of weights in rows of multiples of 4."""
+    """torch's product with scales in its layout: rows of scales for blocks of weights have multiples of 4 elements."""
     import torch
 
     if scaling == "block":
@@ -147,7 +147,7 @@ def layer(ranks: int, rows: int, dtype: str) -> hw.Fusion:
 
 
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
-    """Ours in 8-bit floats and in bf16, and torch's ways, for each number of rows."""
+    """Hostweave in 8-bit floats and in bf16, and torch's variants, for each number of rows."""
     import torch
 
     group = hw.init()
@@ -155,7 +155,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         x = torch.randn(rows // ranks, HIDDEN, device="cuda", dtype=torch.bfloat16)
         wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
         narrow, scales = zip(*map(_quantized, wide), strict=True)
-        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # all ranks have this one
+        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # replicated on all ranks
         narrow = (*narrow[:2], (wide[2].float() / scales[2]).to(torch.float8_e4m3fn))
         programs = {dtype: hw.compile(layer(ranks, rows, dtype), target="cuda") for dtype in (OURS, BF16)}
         given = {OURS: (x, *narrow, *scales), BF16: (x, *wide)}

@@ -1,9 +1,9 @@
 """Decode of Llama 3 8B shapes by `generate`, against transformers' compiled static cache: milliseconds per token.
 
-`torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Ours is tensor-parallel on all
-GPUs, with a CUDA graph for each token. The peer is transformers with a static cache and the decoder that it compiles, on one
-GPU. A time is that of the tokens behind the first ones: (time of 64 new tokens - time of 16) / 48, so that prompts and compiling count in
-none. Each way first says how long its first call took; then ways alternate. `--tiny` runs small layers, also on CPUs.
+`torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on all
+GPUs, with a CUDA graph for each token. The peer is transformers with a static cache and the decoder that it compiles, on one GPU. The time
+of a token is (time of 64 new tokens - time of 16) / 48, so that prompts and compiling do not count. First each variant prints the time of
+its first call; then variants alternate. `--tiny` runs small layers, also on CPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hostweave.torch
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), ("o_proj", "down_proj")
 PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
-PROMPT, FEW, MANY = 128, 16, 64  # for which caches have one length
+PROMPT, FEW, MANY = 128, 16, 64  # caches have the same length for these
 
 
 def llama(is_tiny: bool, layers: int, device: str) -> Any:
@@ -39,7 +39,7 @@ def llama(is_tiny: bool, layers: int, device: str) -> Any:
 
 
 def seconds(generate: Callable[[int], Any], tokens: int) -> float:
-    """Time of a call on this rank, from when all ranks begin."""
+    """Time of a call on this rank, from the common start of all ranks."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if torch.cuda.is_available():

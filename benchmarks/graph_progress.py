@@ -1,4 +1,4 @@
-"""Cost of graphs that note their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
+"""Cost of graphs that record their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
 
 Measures a layer of Llama 70B (TP 8 shapes), 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm.
 All GPUs of this machine take part. Milliseconds of the slowest rank: median over alternating launches of both graphs, which all ranks start

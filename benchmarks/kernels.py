@@ -35,7 +35,7 @@ class Case:
 
     name: str
     compute: Callable[..., Any]
-    inputs: tuple[str, ...]  # the shape of each: M is the rows, H and F the widths, N heads of D elements, C half of one
+    inputs: tuple[str, ...]  # shape of each: M rows, widths H and F, N heads of D elements; C is half of D
     outputs: tuple[str, ...]  # "8" before the shape of 8-bit floats, "f" before one of f32
 
 
@@ -69,7 +69,7 @@ def _quantized_swiglu(ops: Any, gate: Any, up: Any) -> Any:
 
 
 def _quantized_columns(ops: Any, x: Any, scale: Any) -> Any:
-    """The operand of a gradient of weights: the transpose, by the scale of the step before."""
+    """Operand for a gradient of weights: the transpose, quantised by the scale of the previous step."""
     return ops.quantized(x, scale).T
 
 
@@ -117,7 +117,7 @@ CASES = (
 
 
 class Ours:
-    """Hostweave, and a quantisation by a scale that is given."""
+    """Hostweave's functions, and a quantisation with a given scale."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(hw, name)
@@ -127,7 +127,7 @@ class Ours:
 
 
 class Torch:
-    """torch under the names that the cases use. Norms and softmax are over the last dim."""
+    """torch's functions under the names in the cases. Norms and softmax are over the last dim."""
 
     def __init__(self) -> None:
         import torch

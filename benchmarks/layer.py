@@ -1,7 +1,7 @@
 """Llama 3 MLP, forward, against torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter). Variants: in sequence, as the compiler chooses (puts), and that captured; also with the sizes of a rank of TP 8.
+reduce_scatter). Variants: in sequence, with the compiler's choice (puts), and the latter captured; also with the sizes of a rank of TP 8.
 torch.compile also fuses collectives of the sequence-parallel form with matmuls (async TP). Milliseconds of the slowest rank:
 median over calls that all ranks start together; random bf16 data. Gate and up are one weight in both. One process per GPU runs
 all variants alternately on the same arrays. Matmuls run at a GPU's power limit, so later measurements are on a warmer GPU.

@@ -122,7 +122,8 @@ def _transformers(c: Config, rank: int, ranks: int) -> Any:
 
 
 def _shard(model: Any, rank: int, ranks: int) -> None:
-    """Shards its projections: those to heads, inner dim and vocabulary by output columns; those back by rows, with a reduction."""
+    """Shards its projections: projections to heads, inner dim and vocabulary by output columns; projections back by rows, with a
+    reduction."""
     import torch
     from torch.distributed import group
     from torch.distributed._functional_collectives import all_gather_tensor, all_reduce

@@ -2,9 +2,9 @@
 
 - products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens each, even and skewed routing,
   on one GPU, compared with torch._grouped_mm.
-- dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Beside it
-  are torch's all_to_all_single, for which the host knows all counts beforehand, and the time of a copy engine for one row of each choice.
-  Ours sends a token once to each rank, and a sum in f32 back.
+- dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Peers are
+  torch's all_to_all_single, for which the host knows all counts in advance, and the time of a copy engine for one row of each choice.
+  Hostweave sends a token once to each rank, and returns a sum in f32.
 - layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, compared with torch with _grouped_mm, eager and compiled.
 
 Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
@@ -49,7 +49,7 @@ def main(names: Sequence[str]) -> None:
             print("dispatch: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first way is ours
+            print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first variant is Hostweave's
 
 
 def _expect_near(got: Any, wanted: Any) -> None:
@@ -76,7 +76,8 @@ def _product(experts: int, k: int, n: int, is_gradient: bool) -> hw.Program:
 
 
 def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
-    """Ends of groups of so many rows on average. With skew, the number of rows falls by the rank of the expert, as of words in a text."""
+    """Ends of groups with `tokens` rows on average. With skew, the number of rows falls with the rank of the expert, like frequencies of
+    words."""
     import torch
 
     shares = 1 / torch.arange(1, experts + 1) if is_skewed else torch.ones(experts)
@@ -125,7 +126,7 @@ def _through(ranks: int) -> Fusion:
 
 
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
-    """Rows go to the ranks of their experts and come back, without products between."""
+    """Rows go to the ranks of their experts and back, without products."""
     import torch
 
     group, program = hw.init(), hw.compile(_through(ranks), target="cuda")
@@ -144,7 +145,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
-    """Sorted rows by all_to_all_single and back. The host knows the counts before."""
+    """Sorted rows by all_to_all_single and back. The host knows the counts in advance."""
     import torch
     import torch.distributed as dist
 

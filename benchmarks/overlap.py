@@ -35,7 +35,7 @@ from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
-WAIT = 2_000_000  # cycles before each call of torch: hides its host time, as for ours
+WAIT = 2_000_000  # cycles before each call of torch: hides its host time, like for Hostweave's
 SMALL = 512  # rows; no hand-written code below
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 NCCL = "nccl="
@@ -244,7 +244,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         calls: dict[str, Callable[[], Any]] = {IN_TORCH: _torch_call(case.kind, x, w, whole, y)}
         wanted = _result(calls[IN_TORCH], y)
         for name, (group_of, window) in memory.items():
-            if case.kind == "ag" or name == WINDOWS:  # copy engines do not add
+            if case.kind == "ag" or name == WINDOWS:  # copy engines cannot reduce
                 registered = _views(window, [x.shape, whole.shape, y.shape])
                 registered[0].copy_(x)
                 of_gather, of_scatter = (registered[0], w, registered[1], y), (x, w, registered[1], registered[2])
@@ -319,7 +319,7 @@ _POOLS: list[Any] = []  # keeps registered memory to the end of the process
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:
-    """Tensors of these shapes, one behind the other."""
+    """Adjacent tensors of these shapes in one buffer."""
     found, at = [], 0
     for shape in shapes:
         found.append(memory[at : at + shape.numel()].view(shape))

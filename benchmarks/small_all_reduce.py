@@ -23,7 +23,7 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles for the host to enqueue
-# Root mean square of an error, relative to that of the result. Two ways differ at each step by at most four roundings to bf16, whose
+# Root mean square of an error, relative to that of the result. Two variants differ at each step by at most four roundings to bf16, whose
 # relative errors are independent and at most 2**-8, so 2**-8 / sqrt(3) on average. They measure 0.010 to 0.016; if one rank's term of
 # one step is missing, 0.079 and more. The largest error of an element is no measure: it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
@@ -102,7 +102,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
 
 
 def _symmetric_calls(name: str, rank: int, ranks: int) -> Iterator[Calls]:
-    """The same with an all-reduce of PyTorch's symmetric memory, whose terms kernels of torch.compile write where peers read them."""
+    """The same with an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that memory."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory

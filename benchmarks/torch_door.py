@@ -1,7 +1,7 @@
 """A PyTorch module, by `hostweave.torch.compile` and by torch's parallelize_module and torch.compile, with one sharding plan.
 
 4 decoder layers of Llama 70B with the sizes of a rank of 8, sequence-parallel on all GPUs of this machine, with 4096 tokens.
-Measured are the forward pass, and forward and backward pass with gradients of parameters and input. Milliseconds of the slowest
+It measures the forward pass, and forward and backward pass with gradients of parameters and input. Milliseconds of the slowest
 rank: median over calls that all ranks start together; random bf16 data. One process per GPU runs all variants alternately.
 torch.compile is applied per layer, as in training frameworks, without and with async tensor parallelism. Also measured are the
 host time of a captured forward pass, and the time to compile 32 layers from cold. `python benchmarks/torch_door.py forward`
@@ -184,7 +184,7 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     """Host time of a forward pass while the GPU is busy.
 
     Captured: consecutive launches, and the first launch after a wait, when its data are out of the CPU caches. Not captured: few
-    enough calls that the queue does not fill. torch's own capture is of torch.compile, and of one addition.
+    enough calls that the queue does not fill. It also measures torch's capture of torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -215,7 +215,7 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
 
 
 def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
-    """Microseconds of each call, behind a kernel that blocks the GPU until all are enqueued."""
+    """Microseconds of each call, after a kernel that blocks the GPU until all are enqueued."""
     torch.cuda.synchronize()
     torch.cuda._sleep(40_000_000)
     times = [time.perf_counter()]
@@ -292,7 +292,7 @@ def _say(rank: int, line: str) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The same parameters as expanded single elements."""
+    """The same parameters, expanded from single elements."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))
@@ -302,7 +302,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 def _compile_32_layers() -> None:
     """Compile time from cold: only runtime libraries, which an installation builds once, are cached.
 
-    Ours is for 8 ranks; torch.compile's is one rank's part, without communication.
+    Hostweave compiles for 8 ranks; torch.compile's is one rank's part, without communication.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"

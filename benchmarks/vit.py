@@ -1,8 +1,8 @@
 """Forward pass of ViT-L on one GPU, against eager PyTorch and torch.compile, all in CUDA graphs.
 
 `python benchmarks/vit.py` runs transformers' ViT of 24 layers, 1,024 features and patches of 16 x 16 on 32 images of 224 x 224,
-with random bf16 weights. Each way first says how long it compiled. Then ways alternate; a time is that of 10 launches in a row.
-`--layers` and `--batch` change the sizes.
+with random bf16 weights. First each variant prints its compile time. Then variants alternate; a time is the time of 10 consecutive
+launches. `--layers` and `--batch` change the sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
 Two programs share the weights, and a cache of keys and values that both update in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another: each call leaves the next token where the next call reads it.
+sequence-parallel. `decode` processes one token after another: each call writes the next token to the input of the next call.
 `hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3
 8B on 8 ranks.
 """
@@ -101,7 +101,9 @@ def sampled(logits, temperature, top_p, seed, draw):
     low = high * 0
     for _ in range(26):
         low, high = halved(p, low, high, top_p)
-    return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))  # exponential race: the first event of rate p wins
+    return largest(
+        hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0)
+    )  # exponential race: exponential race: the first event of rate p wins
 
 
 def program(c, tp, decode=False, is_sampled=False):
@@ -172,7 +174,7 @@ def load(folder, c, mesh, rank, device="cpu"):
 class Llama:
     """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks make the same calls.
 
-    `weights` are those of the rank. `sampling` has temperature, top_p and seed, for programs that sample.
+    `weights` are the weights of the rank. `sampling` has temperature, top_p and seed, for programs that sample.
     """
 
     def __init__(self, c, programs, weights, frequencies, batch=1, length=4096, sampling=None):
@@ -204,7 +206,7 @@ class Llama:
         self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
 
     def advance(self):
-        """One more token. A call leaves `ids` and `position` as the next one needs them, so all calls are one CUDA graph."""
+        """Computes the next token. A call prepares `ids` and `position` for the next call, so all calls are one CUDA graph."""
         if self.graph:
             return self.graph()
         out = (None, self.logits, None, *(None for _ in self.cache))

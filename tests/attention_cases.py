@@ -31,7 +31,7 @@ def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """The same with gradients; gradients of keys and values are laid out like these."""
+    """The same with gradients. Gradients of keys and values have the layout of keys and values."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys, dy=rows)

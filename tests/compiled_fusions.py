@@ -81,7 +81,7 @@ def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> di
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
-    """The same program with ints for its symbolic sizes, but those that count the tensors of groups."""
+    """The same program with ints for its symbolic sizes, except sizes that count the tensors of groups."""
     given = {name: size for name, size in sizes.items() if name not in fusion.depths}
 
     def known(type: TensorType) -> TensorType:

@@ -41,7 +41,7 @@ def matmul_ar_ag(x, w):
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["M@x", "L"])
 def ag_matmul_beside_sums(x, w, v):
     y = hw.matmul(x, w).stream("M", chunks=D)
-    return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop runs; the sums share a group
+    return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # overlaps with the loop; the sums share a group
 
 
 WEIGHTS = {"w_in": dtype["E", "F@x"], "w_out": dtype["F@x", "E"]}
@@ -71,7 +71,7 @@ def gradients(x, dy, w):
 @hw.fusion(mesh=mesh, x=dtype["M@x", 8], w=dtype[8, 3])
 def halves(x, w):
     h = hw.matmul(x, w).named("h")
-    joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is made, or copied, where it lies
+    joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is computed, or copied, in place
     return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
 
 
@@ -87,7 +87,7 @@ def epilogues(x, w, b, r):
     biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
     h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
     s = (hw.matmul(x, w) * 0.5 + r).named("s")
-    return h, s, hw.clip(s, -1, 1).named("c")  # the kernel that is left reads s, which the matmul wrote
+    return h, s, hw.clip(s, -1, 1).named("c")  # the remaining kernel reads s, which the matmul wrote
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], gate=dtype["K", "F@x"], up=dtype["K", "F@x"], down=dtype["F@x", "K"])

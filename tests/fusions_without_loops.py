@@ -13,7 +13,7 @@ def exchanges(x, y, w, v):
     columns = hw.reshard(y, "M", "K")  # gathers an input along its inner dim
     turned = hw.reshard(x, "M", "K@x")  # all_to_all
     scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # a reduce_scatter along the inner dim
-    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # an all_reduce of all at once
+    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # one all_reduce over all axes
     largest = hw.max(x, axis=0)
     return gathered, columns, turned, scattered, summed, largest
 
@@ -62,7 +62,7 @@ both = mesh.ranks([0, 1]) if D > 1 else mesh.ranks([0])
 @hw.fusion(mesh=mesh, x=dtype["M", "K"].on(half), w=dtype["K", "N@x"].on(half), v=dtype["N", "K@x"].on(rest))
 def stages(x, w, v):
     y = x
-    for _ in range(2):  # there and back
+    for _ in range(2):  # to the other mesh and back
         h = hw.clip(hw.matmul(y, w), -1, 1)
         there = hw.reshard(h, "M", "N@x", mesh=rest)
         z = hw.reshard(hw.matmul(hw.reshard(there, "M", "N"), v), "M", "K")

@@ -172,7 +172,7 @@ class _Rank:
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies source to destination, on whatever ranks they are, and gives the signal."""
+        """Copies source to destination, which may be on different ranks, and gives the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):

@@ -2,8 +2,8 @@
 condition.
 
 `mutants(host)` gives each error with its program. `judge` tells if the check of results detects it, and if f64 does. `python
-tests/math_mutants.py 18 others` judges about so many mutants of each program, and prints the table of docs/check.md; `60 training` those
-of training programs, which need PyTorch. `18 others 3 8` judges every eighth program, from number 3 on.
+tests/math_mutants.py 18 others` judges about 18 mutants of each program, and prints the table of docs/check.md. `60 training` judges
+training programs, which need PyTorch. `18 others 3 8` judges every eighth program, from number 3 on.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def of_instructions(host: HostProgram) -> Iterator[Mutant]:
 
 
 def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields two operands of one type in each other's place, or a stale buffer of the same type."""
+    """Yields an instruction with two operands of one type swapped, or with a stale buffer of the same type."""
     reads = [name for name in tree.names(i, "read") if name in types]
     if tree.bodies(i) or not (i.work or isinstance(i, ir.Communication | ir.Call)):
         return
@@ -384,7 +384,7 @@ def small_llama(ranks: int, decode: bool) -> Fusion:
 
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Kind, place and verdict of so many mutants, evenly distributed over programs, with random kinds."""
+    """Kind, place and verdict of `count` mutants, evenly distributed over programs, with random kinds."""
     each = -(-count // len(of))
     for subject in of:
         chosen = random.Random(f"{seed} {subject.name}")

@@ -21,7 +21,7 @@ def arrays(routing: str, ranks: int) -> dict[str, Array]:
     own = experts // ranks
     bias = np.zeros(experts, np.float32)
     if routing == "one expert":
-        bias[[experts - 1, 0]] = 20, 10  # every token has the same first expert, and the same second one
+        bias[[experts - 1, 0]] = 20, 10  # all tokens have the same two experts
     elif routing == "one rank":
         bias[: max(own, TOP)] = 10
     elif routing == "the last rank gets none":

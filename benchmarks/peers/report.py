@@ -12,7 +12,7 @@ from importlib import metadata
 import hostweave as hw
 
 QUERY = "--query-gpu=name,power.limit,driver_version"
-MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # what switches it off
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # setting that disables multicast
 
 
 @cache

@@ -130,7 +130,7 @@ class Program:
 
     @property
     def figures(self) -> Machine:
-        """The figures of the machine that the compiler has chosen by, and that predictions are by."""
+        """The machine's figures that the compiler's choices and the predictions use."""
         return self.compiled.options.figures
 
     @property
@@ -185,8 +185,8 @@ class Program:
 
         `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
         default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by name. The
-        cost model then repeats its choices. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is not
-        included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
+        cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Host time is not included. Returns a
+        report: `print` shows totals, `save("f.html")` writes the page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
         program cannot run on so many ranks.
@@ -337,7 +337,7 @@ class Program:
         """Runs several calls, with arrays of the same shapes, back to back: the host does not wait for the device in between.
 
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, which exposes missing
-        dependencies. Returns for every call what `run(ranks=True)` returns.
+        dependencies. Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
             return []
@@ -399,7 +399,7 @@ class Program:
     def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
-        It compares the results of all ranks with those of the same math on one device, at any sizes. With `wheel="cpu"` or "cuda", the
+        The project compares the results of all ranks with the same math on one device, at any sizes. With `wheel="cpu"` or "cuda", the
         folder is also a Python package for that target, from which `pip wheel` makes a wheel of this version that needs no Hostweave.
         Raises ArgumentError if the folder cannot be written or has other files of these names, ProgramError for a program that has no C++.
 
@@ -430,7 +430,7 @@ class Program:
 
     @property
     def variants(self) -> Variants[Running]:
-        """Variants of the program that calls have needed so far, as for sizes that chosen loops do not divide.
+        """Variants of the program that calls have needed so far, for example for sizes that chosen loops do not divide.
 
         Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after such a call.
         """

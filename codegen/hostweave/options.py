@@ -92,7 +92,7 @@ class Options:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Allowed transports: the preferred one first, those that the machine refuses last."""
+        """Allowed transports: the preferred transport first, and transports that the machine refuses last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 

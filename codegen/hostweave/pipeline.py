@@ -202,7 +202,7 @@ def level_of(stage: str) -> str:
 
 
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
-    """Facts that hold of the host IR after a pass."""
+    """Facts that hold for the host IR after a pass."""
     at = _STAGES.index(stage)
     number = {name: at for at, name in enumerate(_STAGES)}
     return [

@@ -57,7 +57,7 @@ class Running:
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
         self.variants = Variants(compiled, partial(Running, family=self._family))
-        self._locals: WeakSet[LocalProgram] = WeakSet()  # one per rank of this process that has called it
+        self._locals: WeakSet[LocalProgram] = WeakSet()  # one entry per rank of this process that has called the program
         self._closed = False
         self._lock = renewed(threading.Lock())
 
@@ -78,7 +78,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for so many ranks in this process. Raises ExecutionError, before building, if they cannot run here."""
+        """Module for `ranks` ranks in this process. Raises ExecutionError, before building, if they cannot run here."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module

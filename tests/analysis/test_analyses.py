@@ -29,7 +29,9 @@ def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         compute = getattr(module, function)
 
         def once(program: ir.HostProgram, *args: object) -> object:
-            found[f"{module.__name__}.{function}"].append((program, *map(repr, args)))  # keeps the program: its id is its own
+            found[f"{module.__name__}.{function}"].append(
+                (program, *map(repr, args))
+            )  # keeps the program alive, so that its id stays unique
             return compute(program, *args)
 
         monkeypatch.setattr(module, function, once)

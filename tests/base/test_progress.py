@@ -28,7 +28,7 @@ def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
         while True:
             try:
                 part = os.read(terminal, 4096)
-            except OSError:  # Linux ends a terminal so
+            except OSError:  # Linux reports the end of a terminal this way
                 break
             if not part:
                 break
@@ -48,7 +48,7 @@ def test_compiling_shows_its_steps_on_a_terminal(tmp_path: Path) -> None:
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
     assert all(done <= count for done, count in steps)
     assert steps[-1][0] == steps[-1][1]  # the link
-    assert shown.endswith("\r\x1b[K")  # nothing is left of it
+    assert shown.endswith("\r\x1b[K")  # the line is cleared
     assert "hostweave:" not in out
     assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # second run: all programs are in the cache
 

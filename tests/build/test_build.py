@@ -103,7 +103,7 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
     own = find_target("cpu").runtime_libraries(here, frozenset())
     folder = build("asking", "", here, lambda _: (*own, library), sources)
-    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # an rpath, which the loader would use
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # the loader would use an rpath
     planted, kept = tmp_path / "planted", tmp_path / "kept.so"
     planted.mkdir()
     make_library(planted, value=2)
@@ -413,7 +413,7 @@ def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder:
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_of_changed_kernels_only_those_are_compiled() -> None:
-    """Each generated kernel separately, at any position in the file, and user kernels together."""
+    """Compiles each generated kernel separately, at any position in the file, and user kernels together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
@@ -439,7 +439,7 @@ def test_of_changed_kernels_only_those_are_compiled() -> None:
 
 
 def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In as many units as cores, of about equal size."""
+    """Merges sources into one unit per core, of about equal size."""
     sources = [tmp_path / f"{size}.cpp" for size in (1, 2, 3, 4, 5)]
     for source in sources:
         source.write_text("\n" * int(source.stem))
@@ -486,7 +486,7 @@ def test_a_build_evicts_what_was_used_longest_ago(empty_cache: Path, monkeypatch
     old = hw.compile(doubled).folder
     os.utime(old / "SHA256SUMS", (0, 0))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
-    os.utime(empty_cache / "evicted", (0, 0))  # the build of `old` has just looked
+    os.utime(empty_cache / "evicted", (0, 0))  # the build of `old` has just checked
     new = hw.compile(product).folder
     assert new.exists()
     assert not old.exists()

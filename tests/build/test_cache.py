@@ -151,7 +151,7 @@ def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Pa
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was set back, or is another than at installation. The files do not count as just edited."""
+    """The clock was set back, or differs from the clock at installation. The files do not count as just edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -332,7 +332,7 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0")
-    cache.evict(period=60)  # the last was just now
+    cache.evict(period=60)  # the last eviction was just now
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a"}  # another build may be about to link it
@@ -359,7 +359,7 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
             BuildError, match=rf"can be replaced by other users, .*: {tmp_path} belongs to uid \d+ with mode 777; change that"
         ):
             use()
-    tmp_path.chmod(0o1777)  # a sticky one
+    tmp_path.chmod(0o1777)  # a sticky folder
     assert cache.lookup("a")
     tmp_path.chmod(0o700)
 

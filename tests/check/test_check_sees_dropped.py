@@ -80,7 +80,7 @@ def check_and_collect(host: ir.HostProgram) -> int:
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """The check's data for a buffer does not grow with its rows, so programs with large constant sizes are checked as fast."""
+    """The check's data for a buffer does not grow with its rows, so programs with large constant sizes are checked equally fast."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # right half, 64 bytes later

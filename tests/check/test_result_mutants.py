@@ -49,14 +49,14 @@ def test_mutants_of_training_programs_are_caught() -> None:
 
 
 def test_blocks_of_squares_are_told_from_their_transposes() -> None:
-    """With as many rows as columns, each in a block, packing is its own inverse."""
+    """If rows and columns are equally many, each in a block, packing is its own inverse."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]
 
 
 def test_a_sum_of_one_element_is_no_evidence() -> None:
-    """A sum and a maximum are equal along a dim of which each rank has one element."""
+    """Along a dim with one element per rank, a sum and a maximum are equal."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
 

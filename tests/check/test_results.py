@@ -100,7 +100,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pass over fusions, and in the second call of a function of a host program."""
+    """Differences in a pass over fusions, and in the second call of a function of a host program."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])
@@ -149,7 +149,7 @@ def test_reports_lines_that_never_ran() -> None:
         return ir.If(Const(1), (i,), (i,)) if isinstance(i, ir.Matmul) else None
 
     host = changed(lower(fusion, Options()), under_a_condition)
-    assert check(host, fusion=fusion) == ()  # the same line runs
+    assert check(host, fusion=fusion) == ()  # the same line runs on both
     host = changed(host, lambda i: replace(i, orelse=(ir.Fill(i.body[0].dst, 0.0),)) if isinstance(i, ir.If) else None)  # type: ignore[attr-defined]
     (line,) = check(host, fusion=fusion)
     assert line.startswith("never ran: fill %")

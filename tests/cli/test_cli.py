@@ -227,7 +227,7 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
-    """A file can import its neighbours and define dataclasses with any annotations. Nothing of it remains, even after an error."""
+    """A file can import its neighbours and define dataclasses with any annotations. No trace of the file remains, even after an error."""
     (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
     text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
     text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
@@ -315,7 +315,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # a build that was killed
+    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # a folder of a killed build
     (tmp_path / ".killed-0123456789abcdef.01234567" / "SHA256SUMS").touch()
     assert {entry.kind for entry in cache.entries()} == {"program", "object", "unfinished build"}
     program, objects, removed, total = output_of(capsys, "cache").splitlines()

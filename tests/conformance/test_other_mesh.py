@@ -84,7 +84,7 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes: even on both meshes, and uneven ones with which the last ranks hold less or nothing."""
+    """Small sizes: sizes that are even on both meshes, and uneven sizes, for which the last ranks hold less or nothing."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -168,7 +168,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
-    """Minimal traffic: the number of moved blocks is the number that ranks of the other mesh need and lack."""
+    """Minimal traffic: the number of moved blocks equals the number of missing blocks on the other mesh."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)
     for have in layouts(old):

@@ -83,7 +83,7 @@ class Writer:
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
             self.inputs["x"] = wide[self.sharded(m, k)]
-        is_known = self.scaling != "block" or not isinstance(k, str)  # a size of an input is no quotient
+        is_known = self.scaling != "block" or not isinstance(k, str)  # sizes of inputs must not be quotients
         if draw.random() < 0.5 and is_known:
             blocks = {"row": (n, 1), "tensor": (1, 1)}.get(self.scaling) or draw.choice([(n // 128, k // 128), (n, k // 128)])
             self.inputs[f"w{i}"] = draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2])[self.sharded(n, k)]

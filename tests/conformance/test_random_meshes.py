@@ -64,7 +64,7 @@ def program(seed: int) -> Fusion:
     return random_meshes
 
 
-@pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last one: a view for one mesh, used on another one
+@pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last seed: a view for one mesh, used on another mesh
 def test_every_rank_has_what_numpy_says(seed: int) -> None:
     fusion = program(seed)
     host = lower(fusion, hw.Options())

@@ -26,7 +26,7 @@ KERNELS = "programs/matmul_rs_flat/kernels.cu"
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
 OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
-# cmake, ninja and settings that no command has to name
+# cmake, ninja and settings, so that commands need not name them
 QUICK = {
     **os.environ,
     "PATH": TOOLS,
@@ -56,7 +56,7 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """All are in one folder, so that the runtime is built once, and are built by the commands that `hostweave export` prints."""
+    """All projects are in one folder, so that the runtime is built once. The commands that `hostweave export` prints build them."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
@@ -66,7 +66,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     built_at = [path.stat().st_mtime_ns for path in runtime]
     build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
     assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export did not change its sources
-    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even, uneven, and a rank that has nothing
+    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even and uneven sizes, and a rank without elements
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5
@@ -181,7 +181,7 @@ def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=rf"export: {there} exists and {why}; move it, or choose another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
-        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # nothing else was written either
+        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # no other file was written, either
         if before:
             there.write_bytes(before)
         else:
@@ -195,7 +195,7 @@ HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 
 @needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
-    """All are in one folder, so that the runtime is built once."""
+    """All projects are in one folder, so that the runtime is built once."""
     for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here
         build(FUSIONS[name], tmp_path, *for_cuda())
     if all(part.path for part in CUDA.cudnn):

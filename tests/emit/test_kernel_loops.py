@@ -250,7 +250,7 @@ def target(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192, 20000])
 def test_rows(length: int, is_known: bool, target: str) -> None:
-    """Rows held by a few threads of a warp, by a block, and not at all; with all that a norm and a softmax need."""
+    """Rows held by a few threads of a warp, by a block, and not at all, for a norm and a softmax."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
@@ -355,7 +355,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Less than a tile, several tiles, rows of several threads, and no columns."""
+    """Shapes of less than a tile, several tiles, rows of several threads, and no columns."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):

@@ -173,7 +173,7 @@ def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     compiled.close()
 
 
-# Kernels of several results, of which the second is written over %a.
+# Kernels with several results. The second result overwrites %a.
 SEVERAL = {
     "pointwise": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = subtract(%b, %a)\nreturn %h, %y",
     "chained": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
@@ -222,7 +222,7 @@ kernel @turned_{name}(%{name}: f32[B, {heads}, S, {length}]) {{
 
 
 def turned(op: str, heads: int, length: int = 64) -> HostProgram:
-    """Two launches on transposed heads: of 4 by an addition, and of others by another op."""
+    """Two launches on transposed heads: an addition of 4 heads, and another op on other heads."""
     launches = (("q", 4, 64, "add", "y"), ("k", heads, length, op, "z"))
     kernels = "".join(TURNED.format(name=name, heads=n, length=each, op=op) for name, n, each, op, _ in launches)
     body = "".join(

@@ -15,7 +15,7 @@ from hostweave.host_ir.ir import HostProgram
     [
         ("x", "x"),
         ("_x", "x_1"),  # a leading underscore belongs to the compiler
-        ("x_", "x_1"),  # a trailing one says that it is a member
+        ("x_", "x_1"),  # a trailing underscore marks a member
         ("a__b", "a_b_1"),
         ("_", "v_1"),
         ("int", "int_1"),
@@ -92,7 +92,7 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """The meshes are those of data-parallel attention with a tensor-parallel MLP. Also tests axes in another order."""
+    """The meshes of data-parallel attention with a tensor-parallel MLP. Also tests axes in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

@@ -34,7 +34,7 @@ STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "v
 # Parameters of a constructor, in which user names are only members; and preprocessor words.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
-# There, user names are members or absent.
+# In these headers, user names are members or absent.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
 
@@ -130,7 +130,7 @@ A_PROGRAM = 8  # maximum names per program, whose text grows quadratically
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the programs of all names, and per kind of file one that includes those of all programs."""
+    """Folder with the programs of all names. For each kind of file, one file includes the files of all programs."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):
@@ -154,7 +154,8 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """NVRTC takes a quarter of a second per kernel. So only names of templates and of C are compiled, and some that are not its macros."""
+    """NVRTC takes a quarter of a second per kernel. So only names of templates and of C are compiled, and some other names that are not
+    macros."""
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

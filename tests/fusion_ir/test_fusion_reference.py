@@ -138,7 +138,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """Covers every program with its functions, pipelines and slices; exported projects compare with this reference."""
+    """Exported projects compare with this reference, so it covers every program with its functions, pipelines and slices."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

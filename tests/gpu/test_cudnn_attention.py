@@ -84,7 +84,7 @@ def test_operands_that_are_not_aligned() -> None:
     memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
     value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
     group = hw.init()
-    with pytest.raises(ExecutionError, match="misaligned address"):  # run would copy it to where it is aligned
+    with pytest.raises(ExecutionError, match="misaligned address"):  # `run` would copy it to an aligned address
         compiled(masks(hw.bf16, 128, 8), "cuda")(memory, memory[:, :1].clone(), value, group=group)
     group.close()
 

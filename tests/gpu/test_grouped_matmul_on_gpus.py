@@ -20,7 +20,7 @@ UNITS = {
     hw.f16: (2.0**-24, 2.0**-11, 2.0**-25),
     hw.bf16: (2.0**-24, 2.0**-8, 0.0),
 }
-# Rows, experts, K and N. Tiles of 264 and 392 have rests. The last ones are odd, so that nothing is aligned.
+# Rows, experts, K and N. Tiles do not divide 264 and 392. The last sizes are odd, so that nothing is aligned.
 SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (2100, 8, 264, 392), (200, 5, 67, 129), (333, 5, 67, 129)]
 
 

@@ -46,7 +46,7 @@ def with_fault(folder: Path) -> hw.Program:
 
 
 def hang(folder: str, how: str) -> None:
-    """One rank: calls that are right, and then one that hangs on rank 0. Prints the error of the group."""
+    """One rank: correct calls, then a call that hangs on rank 0. Prints the error of the group."""
     import torch
 
     group = hw.init(hw.Environment(), timeout=120, call_timeout=4, device=0)
@@ -108,7 +108,7 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report says which launch is not done, and how to see more; with graphs that note their progress it is that of a call."""
+    """The report says which launch is not done, and how to see more. With graphs that record their progress, it is the report of a call."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report

@@ -14,7 +14,7 @@ from hostweave.build.cuda import gpus
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 GPUS = len(gpus())
-CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # times 3 calls
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # number of rounds, of 3 calls each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -46,7 +46,7 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
         grown = []
-        for _ in range(8):  # a leak grows in each round; other processes may take memory in some
+        for _ in range(8):  # a leak grows in each round; other processes may allocate memory in some rounds
             before = torch.cuda.mem_get_info()[0], resident_bytes()
             for i, rows in enumerate(order):
                 model(x[:rows], out=out[:rows])

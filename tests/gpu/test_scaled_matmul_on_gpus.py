@@ -11,7 +11,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Up to 16 rows are few: by blocks of 256 and of 512 threads, and of less than a step of all warps.
+# Cases for the few-rows kernel (up to 16 rows): blocks of 256 and of 512 threads, and depths below a step of all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
 OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
@@ -74,7 +74,7 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
 
 
 def test_two_gpus() -> None:
-    """Gathered in a chunk loop by put, and scattered."""
+    """Operands gathered in a chunk loop by put, and results scattered."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512

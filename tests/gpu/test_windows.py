@@ -20,7 +20,7 @@ from hostweave.types.tensor import block_of
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
-WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")  # where the transport is stated
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")  # programs that use windows if the transport is stated
 
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
 def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> None:
-    """On threads, with arrays that are freed between calls."""
+    """Ranks are threads, and arrays are freed between calls."""
     torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)

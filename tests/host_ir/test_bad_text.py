@@ -1,4 +1,4 @@
-"""Randomly changed or excessive text of either IR gives a program or a ProgramError with its place, in bounded time."""
+"""Randomly changed or huge text of either IR gives a program, or a ProgramError with its place, in bounded time."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_an_edit_is_of_one_place() -> None:
 
 
 def test_a_rule_that_gives_what_compares_equal() -> None:
-    """0.0 == -0.0, and comparison of instructions ignores locations; nested rules take effect all the same."""
+    """0.0 == -0.0, and comparison of instructions ignores locations; nested rules take effect nevertheless."""
     negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
     assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
     place = Location("elsewhere", 1)

@@ -161,7 +161,7 @@ TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
 def test_truncated_text() -> None:
     tokens = TOKEN.findall(EVERYTHING.rstrip())
     for end in range(len(tokens)):
-        if end == 0 or not tokens[end - 1].isspace():  # with the space behind it, a text means the same
+        if end == 0 or not tokens[end - 1].isspace():  # the text including the space has the same meaning
             with pytest.raises(ParseError):
                 HostProgram.parse("".join(tokens[:end]))
 

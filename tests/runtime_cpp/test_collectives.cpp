@@ -336,7 +336,7 @@ TEST(ordered_launches_find_deadlocks_across_streams) {
 }
 
 TEST(communications_over_two_channels_must_be_ordered) {
-  // Each channel's own communications need no order, and an event gives one to the others.
+  // Communications of one channel need no further order. An event orders the others.
   const auto program = [](bool ordered) {
     return [ordered](int r, ncclComm_t comm) {
       ncclComm_t other;

@@ -63,7 +63,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Builds the CUDA version against a fake runtime with plain data, which has nodes of unknown kinds."""
+    """Builds the CUDA version against a fake runtime on plain data, with nodes of unknown kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]

@@ -19,7 +19,7 @@ Pairs pairs_of(const std::vector<Edge>& edges) {
 }
 
 // Order of begins and ends of nodes that follows from the edges.
-using Moment = std::pair<size_t, bool>;  // a node, and whether its end is meant
+using Moment = std::pair<size_t, bool>;  // a node, and true for its end
 std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, const std::vector<bool>& left_out) {
   const size_t nodes = left_out.size();
   std::vector<std::vector<bool>> before(2 * nodes, std::vector<bool>(2 * nodes));
@@ -46,7 +46,7 @@ std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, con
 }  // namespace
 
 TEST(communications_of_a_row_of_kernels_are_in_the_row) {
-  // Kernels 0, 2, 5 and 8, and communications 3 and 6 between events: NCCL's stream is forked from 0 and joined behind each.
+  // Kernels 0, 2, 5 and 8, and communications 3 and 6 between events: NCCL's stream is forked from 0 and joined after each.
   enum { wait = 1, record = 4, wait_again = 7, record_again = 9 };
   const std::vector<Edge> edges{{0, 2, Edge::programmatic},
                                 {2, 3},
@@ -77,7 +77,7 @@ TEST(the_order_of_random_graphs_stays) {
   std::mt19937 random(0);
   for (int trial = 0; trial < 300; ++trial) {
     const size_t nodes = 2 + random() % 11;
-    std::vector<size_t> number(nodes);  // an order of their numbers that is not that of their edges
+    std::vector<size_t> number(nodes);  // the order of numbers differs from the order of edges
     for (size_t i = 0; i < nodes; ++i) number[i] = i;
     std::ranges::shuffle(number, random);
     std::vector<bool> left_out(nodes);

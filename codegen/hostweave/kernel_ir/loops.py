@@ -223,7 +223,8 @@ class Loops:
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
-        """Returns True if a value with these indices differs between iterations of the innermost loop, which may be that over a vector."""
+        """Returns True if a value with these indices differs between iterations of the innermost loop, which may be the loop over a
+        vector."""
         if self.reduced and not self.has_wide_totals:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)

@@ -73,7 +73,7 @@ class ArrayLibrary(Protocol):
 class ArrayView(NamedTuple):
     """Contiguous array, as the native glue takes it. The array itself is last, to keep it alive. The default is an absent array."""
 
-    global_shape: tuple[int, ...]  # shape of the global array that this is a block of
+    global_shape: tuple[int, ...]  # shape of the global array to which this block belongs
     address: int = 0
     shape: tuple[int, ...] = ()
     bytes: int = 0
@@ -123,7 +123,7 @@ def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
     """Keys of arrays, of which some may be None. None if some array has no quick key or is not an array."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
-    except (TypeError, RuntimeError):  # such as for arrays without memory
+    except (TypeError, RuntimeError):  # raised for arrays without memory, for example
         return None
     return None if None in states else states
 

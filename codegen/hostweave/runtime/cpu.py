@@ -66,9 +66,8 @@ def seeded(
 def parallel(
     *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
 ) -> AbstractContextManager[None]:
-    """Runs ready operations of the CPU target in parallel, as by default.
-
-    On both targets, `run` and similar calls raise with a report if no rank makes progress for `timeout_seconds`.
+    """Runs ready operations of the CPU target in parallel, which is the default. On both targets, `run` and similar calls raise with a
+    report if no rank makes progress for `timeout_seconds`.
     """
     return _using(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

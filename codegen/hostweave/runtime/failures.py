@@ -107,7 +107,7 @@ class FallibleGroup:
         self.meeting.fail(reason)
 
     def interrupted(self, reason: str) -> None:
-        """Gives up, as by Ctrl-C, with a report on stderr."""
+        """Gives up, for example after Ctrl-C, with a report on stderr."""
         if not self._failure:
             say(report := self.report(f"rank {self.rank}: {reason}"))
             self.give_up(report)

@@ -78,7 +78,7 @@ class Captured:
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
-        """Launches the graph, ordered as a call of the program: after all work on `stream`, by default the library's current one.
+        """Launches the graph, ordered like a call of the program: after all work on `stream`, by default the library's current one.
 
         Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError if the group has failed, if
         the program is closed, or if another thread launches it without `with step:`. Raises CaptureError if the stream is being

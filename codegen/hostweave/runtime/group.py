@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
-_MOST_SECONDS = 1e8  # seconds; clocks accept no longer limit
+_MOST_SECONDS = 1e8  # seconds; longer limits exceed the range of clocks
 
 
 class _Thread(threading.local):
@@ -477,7 +477,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The parent remains the rank, so the child must not say goodbye."""
+    """Marks all groups as unusable in a forked child. The parent remains the rank, so the child must not report that it leaves."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()

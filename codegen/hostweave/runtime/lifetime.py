@@ -73,7 +73,7 @@ def expect_going_on() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError if the parent of this forked process ran programs. Otherwise marks devices as used.
 
-    Call it before the first import or construction: another thread may have been in the middle of that at the fork.
+    Call it before the first import or construction: another thread may have been importing at the fork.
     """
     global _used
     if _forked:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # without the user's line before it
+_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # in texts without the user's line
 _USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the code of a user's line
 
 

@@ -56,8 +56,8 @@ class LocalProgram:
     ):
         """`module` builds and loads the native module on first use. The variants of a program share the object `family`.
 
-        A rank `lacks` calls of a library for the reason given. No channel is made if some rank has such a reason; all ranks then
-        have it as `out_of_reach`. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks
+        `lacks` is the reason why this rank lacks calls of a library, or "". No channel is made if some rank has such a reason; all ranks
+        then have it as `out_of_reach`. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks
         disagree on it. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
@@ -98,7 +98,7 @@ class LocalProgram:
         # Reason why ranks cannot reach each other's memory, or ""; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self.target.device_name()) if options.tune else None
-        self._asks = True  # exchange measured algorithms when plans are made next; true only when all ranks make plans
+        self._asks = True  # True if measured algorithms are exchanged when plans are made next, which all ranks then do
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = None
         if compares:
@@ -240,7 +240,7 @@ class LocalProgram:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:
             raise
-        except BaseException as interruption:  # it may strike between two steps
+        except BaseException as interruption:  # an interrupt may come between two steps
             self._fail_by(interruption)
             raise
 
@@ -311,7 +311,7 @@ class LocalProgram:
             self._expect_fitting(taken.given[1])
             return (), taken.given[0]
         except BaseException as error:
-            if self._meets:  # the others are about to call
+            if self._meets:  # the other ranks are about to call
                 self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 

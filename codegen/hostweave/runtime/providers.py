@@ -48,7 +48,7 @@ class Provider(Protocol):
 
 
 def _wait_for(queue: SimpleQueue[int]) -> None:
-    """Waits for an item. A signal that arrives just before the wait does not end it, and is handled at the next look."""
+    """Waits for an item. A signal that arrives just before the wait does not end it. The next poll handles it."""
     while True:
         try:
             queue.get(timeout=LOOK)
@@ -96,7 +96,7 @@ class Threads:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Some of these threads, in this order. All of them get the same object."""
+        """A provider for some of these threads, in this order. All of them get the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -328,7 +328,7 @@ def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer
 
 
 def default_provider() -> Provider:
-    """The launcher's environment if there is one, else this process alone."""
+    """The launcher's environment if there is one, otherwise this process as the only rank."""
     return Environment(os.environ if launched(os.environ) else {"RANK": "0", "WORLD_SIZE": "1"})
 
 

@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks of a group find each other when it is made, for the first time or after a failure.
+"""Rendezvous: the protocol by which the ranks of a group find each other, at first and after a failure.
 
 Each rank posts an entry with a fresh token. Rank 0 removes the entries, so that none is used twice, and answers each under its
 token. The answer lists the ranks and the epoch, which becomes part of every key of the group.

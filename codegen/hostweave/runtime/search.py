@@ -21,7 +21,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
 RANKED = 3  # alternatives to run per choice, besides the sequential one
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # alternatives of a choice run in alternation
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # repetitions of the alternatives of a choice, alternating
 
 
 class Searched(Protocol):

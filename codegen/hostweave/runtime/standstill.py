@@ -54,7 +54,7 @@ class Stand:
 
 
 def marks_graphs() -> bool:
-    """True if graphs on CUDA note their progress for the report. On the CPU target they always do."""
+    """True if graphs on CUDA record their progress for the report. On the CPU target they always do."""
     return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 
@@ -147,6 +147,6 @@ def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
 
 
 def say(report: str) -> None:
-    """Writes a report to stderr, at once: print writes the end of the line by itself, and ranks share a terminal."""
+    """Writes a report to stderr, at once: print would write the newline separately, and ranks share a terminal."""
     sys.stderr.write(f"hostweave: {report}\n")
     sys.stderr.flush()

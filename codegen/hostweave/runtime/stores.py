@@ -59,7 +59,7 @@ class MemoryStore:
             return self._values[key]
 
     def fail(self, reason: str) -> None:
-        """Ends all waits. Every `get` raises ExecutionError from now on, even if the value exists."""
+        """Ends all waits. From now on every `get` raises ExecutionError, even if the value exists."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class TcpServer:
                 answer = await self.get(key, timeout, reader) if what == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
-            pass  # the client has gone, or is not ours
+            pass  # the client has disconnected, or belongs to another job
         except asyncio.CancelledError:
             writer.write(_REPLY.pack(_GOODBYE, -1))
             wills = {}

@@ -108,7 +108,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> Taken:
-        """Checks the arrays of a call, each by itself and all together."""
+        """Checks the arrays of a call, separately and together."""
         name = self._host.name
         expect_as_many(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -255,7 +255,7 @@ class Arguments:
         A local shape is None if there is no array yet. Sharded dims are assumed even if no size is given.
         """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
-        trusted = not sizes or None in shapes  # a call with sizes states all sharded dims
+        trusted = not sizes or None in shapes  # if a call states sizes, it states all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):

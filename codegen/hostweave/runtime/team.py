@@ -120,7 +120,7 @@ class Team:
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Returns the result of `work` for each rank, run on the rank's thread.
 
-        If the wait is interrupted, if `programs` do not come further, or if `work` fails the group of a rank, then all ranks are
+        If the wait is interrupted, if `programs` make no progress, or if `work` fails the group of a rank, then all ranks are
         stopped wherever they wait. Other errors do not stop the other ranks. Raises the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
@@ -195,7 +195,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # may hold a program's device memory
+        del work  # its frames may hold a program's device memory
 
 
 def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:

@@ -29,7 +29,7 @@ class _Cuda(Target):
     needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024
-    wheel_requirements = ("torch",)  # it brings CUDA's libraries
+    wheel_requirements = ("torch",)  # importing it loads CUDA's libraries
     wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
@@ -149,7 +149,7 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _figures() -> str:
-    """Says whose figures the cost model takes for the GPUs of this machine."""
+    """Describes the figures that the cost model uses for the GPUs of this machine."""
     gpus = cuda.gpus()
     try:
         measured = figures.measured(gpus)

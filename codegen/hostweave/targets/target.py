@@ -48,7 +48,7 @@ class Target(Protocol):
         return []
 
     def why_not_here(self, ranks: int) -> str:
-        """Reason and remedy if so many ranks cannot run in this process; "" if they can. By default they can."""
+        """Reason and remedy if `ranks` ranks cannot run in this process; "" if they can. By default they can."""
         return ""
 
     def expect_memory(self) -> None:
@@ -59,7 +59,7 @@ class Target(Protocol):
         """Parts of the target that were found on this machine, as (title, text). A missing part comes with the package to install."""
 
     def machine(self, ranks: int) -> Machine:
-        """Figures for the cost model, for programs of so many ranks here. They include peer access."""
+        """Figures for the cost model, for programs of `ranks` ranks here. They include peer access."""
 
     def why_not(self, transport: Transport) -> str:
         """Reason why the library of this process cannot provide a transport; "" if it can, which is the default."""

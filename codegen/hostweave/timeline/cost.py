@@ -21,12 +21,12 @@ from hostweave.types.mesh import Sizes
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
 FORK = LOOP / 4  # also the time of a fork or a join: a loop has two of each, of its matmuls and of its communications
 EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
-FIRST = 3e-6  # seconds until the last rank has come to a communication that begins a call; after other work it costs nothing
+FIRST = 3e-6  # seconds until the last rank reaches a communication at the start of a call; none after other work
 SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted
 STEP = 0.45e-6  # seconds of a step of the network, between two barriers of a block
 PASSES, PASSED = 26e-6, 0.3e-9  # seconds of a radix sort of a longer lane, and of each of its elements
 COUNTS, COUNTED = 3e-6, 0.2e-9  # seconds of the order of groups in a lane, and of each of its elements
-BY_KERNELS = 32  # times as long an attention takes that tensor cores do not compute
+BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def work_of(operation: Operation, machine: Machine) -> Work:
 
 
 def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
-    """The work of an operation whose stream did something with the engine `before` last; "" if nothing."""
+    """The work of an operation. The previous operation of its stream used the engine `before`; "" if there is none."""
     work = work_of(operation, machine)
     is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:
@@ -179,7 +179,7 @@ def _permute(operation: Operation, machine: Machine) -> Work:
 
 
 def _between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
-    """So many bytes from one rank to another: by the network, if some of the ranks are on other hosts."""
+    """Seconds for `size` bytes from one rank to another. They use the network if some ranks are on other hosts."""
     seconds = machine.link("collective", 2).seconds(size)
     ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
     return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds

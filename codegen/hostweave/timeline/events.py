@@ -65,7 +65,7 @@ class Timeline:
     events: tuple[Event, ...]
     ranks: tuple[int, ...]
     streams: tuple[str, ...]
-    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank: from when on it holds how many bytes; nothing if measured
+    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank, as (time, bytes held from then on); empty if measured
 
     @cached_property
     def micros(self) -> float:
@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the first rank holds at once: inputs, outputs and temporaries."""
+        """Largest number of bytes that the first rank holds at one time: inputs, outputs and temporaries."""
         return max((held for _, held in self.memory), default=0)
 
     @property
@@ -101,7 +101,7 @@ class Timeline:
         return {rank: tuple(events) for rank, events in found.items()}
 
     def exposed(self, rank: int) -> list[Interval]:
-        """When the rank communicates and computes nothing."""
+        """Intervals in which the rank communicates and does not compute."""
         own = self.of_rank(rank)
         return without(union(e for e in own if e.kind == COMMUNICATION), union(e for e in own if e.kind == COMPUTE))
 

@@ -1,6 +1,6 @@
 """A fusion as a picture: a row per value, arcs from operands to their users, and the mesh axes that split each dim.
 
-And the changes of each pass, as differences of texts.
+Also the changes of each pass, as differences of texts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """An event ends no later than the events that wait for it: an interrupted thread notes the end of its work late."""
+    """An event ends no later than the events that wait for it: an interrupted thread records the end of its work late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
@@ -94,7 +94,7 @@ def _align(ranks: list[list[SimulatedTask]]) -> None:
         if other.is_done and task.operation.rank != other.operation.rank
     ]
     late = [0.0] * len(ranks)
-    for _ in ranks:  # a rank may be late since another one is
+    for _ in ranks:  # a rank may be late because another rank is late
         for rank, other, seconds in least:
             late[rank] = max(late[rank], late[other] + seconds)
     for task in timed:

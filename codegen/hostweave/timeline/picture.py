@@ -11,7 +11,7 @@ from hostweave.timeline.events import WAITING, Event, Timeline
 
 WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: sizes of the picture, of the names of lanes, and of the axis
 LANE, GAP = 18, 10
-MEMORY = 48  # pixels of the most bytes that are held
+MEMORY = 48  # height of the maximum memory, in pixels
 LETTER = 6.2  # pixels of one character
 MOST_RANKS = 16  # most ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
@@ -69,7 +69,7 @@ class Picture:
 
     @property
     def left_out(self) -> int:
-        """How many ranks it does not show."""
+        """Number of ranks that the picture does not show."""
         return len(self.timelines[0].ranks) - len(self.ranks)
 
     @cached_property
@@ -164,7 +164,7 @@ def in_units(size: int) -> str:
 
 
 def ticks(span: float) -> Iterator[float]:
-    """About eight round numbers from 0 to a span."""
+    """About eight round numbers from 0 to `span`."""
     if span <= 0:
         return
     power = 10 ** floor(log10(span / 8))

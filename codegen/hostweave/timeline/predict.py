@@ -17,7 +17,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """The timeline of one call of `program`, which all ranks start at the same time. The time of the hosts is not in it.
+    """The timeline of one call of `program`, which all ranks start at the same time. It does not include the time of the hosts.
 
     Raises ProgramError if a size does not divide, or if the ranks need several hosts and the machine has no network.
     """
@@ -34,7 +34,8 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """From when on a rank holds how many bytes: inputs and outputs all the time, temporaries from allocate to deallocate."""
+    """Memory of a rank as (time, bytes held from then on). It holds inputs and outputs all the time, and temporaries from allocate to
+    deallocate."""
     held = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, held
@@ -65,7 +66,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """All of them; an operation of one part is the same object on all ranks of a collective."""
+    """All parts of an operation; an operation of one part is the same object on all ranks of a collective."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 

@@ -111,7 +111,7 @@ class Report:
         return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
 
     def perfetto(self) -> str:
-        """Chrome's trace events as JSON, which ui.perfetto.dev opens: a process a rank, a thread a stream."""
+        """Chrome's trace events as JSON, which ui.perfetto.dev opens: one process per rank, one thread per stream."""
         events = [event for number, timeline in enumerate(self.timelines) for event in _traced(number, timeline)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 
@@ -143,7 +143,7 @@ def _laid_out(template: str, **values: Any) -> str:
 
 
 def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Trace events: a process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
+    """Trace events: one process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
     threads = {stream: at for at, stream in enumerate(timeline.streams)}
     offset = number * (max(timeline.ranks) + 1)
     for rank in timeline.ranks:

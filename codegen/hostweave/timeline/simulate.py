@@ -34,7 +34,7 @@ class Gathering:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation and its progress: it starts when it is the turn of its stream, and is done when its work is."""
+    """One operation and its progress: it starts when it is the turn of its stream, and it ends when its work is done."""
 
     operation: Operation
     work: Work
@@ -48,7 +48,7 @@ class SimulatedTask:
     end: float = -1.0
     left: float = 0.0  # seconds of work alone
     rate: float = 0.0  # part of the work done per second
-    since: float = 0.0  # when `left` was so much
+    since: float = 0.0  # time at which `left` had its value
 
     @property
     def is_done(self) -> bool:
@@ -86,7 +86,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
     for operation in operations:
         work = work_behind(operation, machine, engine.get(operation.stream, ""))
         for name in tree.names(operation.instruction, "launch"):
-            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # or of the user
+            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # otherwise a kernel of the user
         if work.kind == COMMUNICATION and not has_met:
             late = 0.0 if any(engine.values()) else FIRST
             work, has_met = replace(work, seconds=work.seconds + late), True
@@ -134,7 +134,7 @@ class _Machine:
         self.ranks = ranks
         self.now = 0.0
         self.running: dict[int, list[SimulatedTask]] = defaultdict(list)
-        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # a heap of when tasks would end, at the rate that they had then
+        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # a heap of the predicted ends of tasks, at their rates of that time
         self.pushed = 0
 
     def run(self) -> None:
@@ -143,7 +143,7 @@ class _Machine:
             end, _, task, rate = heapq.heappop(self.ends)
             if task.is_done or task.rate != rate or end < task.since:
                 continue
-            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # it was slower meanwhile
+            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # its rate has fallen since
                 self.push(expected, task)
                 continue
             self.now = end

@@ -1,5 +1,5 @@
-"""Transports: how bytes travel on a channel. Each transport is one file here, with an object `TRANSPORT` that answers all questions about
-it."""
+"""Transports: the way in which a channel moves bytes. Each transport is one file here, with an object `TRANSPORT` that answers all
+questions about it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMES = tuple(sorted(PREFERRED))
 # Capabilities of a transport: values of the trait `posts` of the instructions that it carries.
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
-SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put also signals
+SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
 
 
 @dataclass(frozen=True)
 class Transport:
     name: str
-    carries: frozenset[str]  # communications that it supports: values of the trait `posts` of instructions
+    carries: frozenset[str]  # supported communications: values of the trait `posts` of instructions
     template: str  # file in templates/instructions with one macro per instruction
     handle: str  # C++ expression of the channel's handle that calls take
     library: str  # name of the library that communicates, for messages

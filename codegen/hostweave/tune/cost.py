@@ -1,7 +1,7 @@
 """Cost model: predicted time of ops and chunk loops on one rank, by the figures of a machine.
 
-A matmul takes the time of its waves of tiles, or of reading its operands if that is longer. Any other op takes the time to read and write
-its operands and result. Source: Williams, Waterman and Patterson, "Roofline", 2009. A chunk loop is simulated: matmuls run one after
+The time of a matmul is that of its waves of tiles, or of reading its operands if that is longer. Any other op takes the time to read and
+write its operands and result. Source: Williams, Waterman and Patterson, "Roofline", 2009. A chunk loop is simulated: matmuls run one after
 another, communications too, and each starts as soon as its operands are ready.
 """
 
@@ -70,9 +70,8 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Part of the GPU that it takes, from 0 to 1: another product can run on the rest.
-
-        The greater of the multiprocessors that its tiles occupy and of the memory's bandwidth that it needs.
+        """Part of the GPU that it occupies, from 0 to 1; another product can use the rest. It is the larger one of its share of
+        multiprocessors and its share of the memory bandwidth.
         """
         if not self.count * self.rows * self.columns:
             return 1.0
@@ -87,7 +86,7 @@ class Product:
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
     def _fastest(self, machine: Machine) -> tuple[float, float, float]:
-        """Seconds with the fastest tiles, the number of thread blocks that these need, and the seconds that these compute."""
+        """Seconds with the fastest tiles, the number of their thread blocks, and the seconds of their computation."""
         return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
 
     def _moved(self, machine: Machine) -> float:
@@ -96,7 +95,7 @@ class Product:
         return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else READS))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
-        """One of `chunks` equal parts, split by rows or by columns."""
+        """One of `chunks` equal parts of the matmul, split by rows or by columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
@@ -132,7 +131,7 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
 
 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
-    """Grouped matmul of one rank, with as many rows in each group."""
+    """Grouped matmul of one rank, with equally many rows in each group."""
     rows = x[0] / max(groups, 1)
     shape = (x[1], rows) if is_outer else (rows, x[1])
     return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))

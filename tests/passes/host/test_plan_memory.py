@@ -1,4 +1,5 @@
-"""Memory sharing: chunks of steps, results and their operands, and buffers with disjoint live ranges under the order of streams."""
+"""Memory sharing: buffers that share memory: chunks of steps, results and their operands, and disjoint live ranges in the order of
+streams."""
 
 from __future__ import annotations
 
@@ -378,7 +379,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# One reason each why a result cannot use its operand's memory; the body stays unchanged.
+# Each case has one reason why a result cannot use its operand's memory. The body does not change.
 APART = {
     "as many streams as steps": (
         ONE.replace("ring[2]", "ring[4]"),
