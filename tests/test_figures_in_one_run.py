@@ -55,7 +55,7 @@ def test_rows_of_goals(figures: Any) -> None:
 
 
 def test_alternatives_of_overlap_compile() -> None:
-    """Those that streams cannot state, too: copies without a loop."""
+    """Ways that streams cannot state, such as copies without a loop, compile too."""
     overlap = benchmark("overlap")
     ways = overlap._ways(overlap.CASES[1], 2, machine=H200, check=False)
     assert "put(1)" in ways

@@ -1,10 +1,10 @@
-// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs: what a step takes that only meets the peer, that also
-// sends its rows, and that also adds. Sixteen dependent steps are a CUDA graph, launched four times in a row.
+// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. It times three kinds of step: one that only meets the
+// peer, one that also sends its rows, and one that also adds. Sixteen dependent steps are a CUDA graph, launched four times.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
-// Run     ./exchange_bound       (two GPUs with peer access)
-// Output  a line per number of rows of 8192 bf16, kind of step and number of blocks: microseconds of a step on the slower GPU,
-//         the median of 15 measurements and their range
+// Run     ./exchange_bound (on two GPUs with peer access).
+// Output  The microseconds of a step on the slower GPU: the median of 15 measurements and their range. There is a line for each
+//         number of rows of 8192 bf16, each kind of step and each number of blocks.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
