@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from hostweave.fusion_ir.ops import OPS, grouped
 from hostweave.fusion_ir.ops.attention import Masks, attended, differentiated
@@ -68,6 +68,7 @@ class Matmul(Compute):
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
 
 
+@dataclass(frozen=True)
 class Grouped(Compute):
     """Products of groups of rows. Group e has rows `starts[e]` to before `ends[e]`, counted from before row `first` of the operands.
 
@@ -80,8 +81,8 @@ class Grouped(Compute):
     starts: Read
     ends: Read
     dst: Write
-    first: Expr | None
-    is_outer = False
+    first: Expr | None = None
+    is_outer: ClassVar[bool] = False
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         first = self.first.value if isinstance(self.first, Const) else 0  # constant once the instruction is executed
@@ -96,12 +97,6 @@ class GroupedMatmul(Grouped):
     In each matrix, the rows or the columns are contiguous.
     """
 
-    x: Read
-    other: Read
-    starts: Read
-    ends: Read
-    dst: Write
-    first: Expr | None = None
     syntax = "grouped_matmul %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
 
 
@@ -112,12 +107,6 @@ class GroupedOuter(Grouped):
     Empty groups have zeros. In `other` the elements of a row are contiguous, too.
     """
 
-    x: Read
-    other: Read
-    starts: Read
-    ends: Read
-    dst: Write
-    first: Expr | None = None
     syntax = "grouped_outer %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
     is_outer = True
 
