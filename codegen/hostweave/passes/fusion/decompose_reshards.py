@@ -164,11 +164,21 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. Its name and stream move to its producer, or to a copy if the producer has other uses."""
-        producer = self.ops[self.producer[source]] if source in self.producer else None
-        if producer and self.can_state(producer, op.result) and len(self.consumers[source]) == 1:
-            self.producer[op.result.name] = self.producer[source]
-            self.ops[self.producer[source]] = replace(producer, result=op.result)
+        """Removes a reshard without effect. Its name and stream move to its producer, or to a copy if the producer cannot have them.
+
+        If the producer has other uses, only the name of a returned value moves, and these read that.
+        """
+        at, name = self.producer.get(source), op.result.name
+        is_alone = len(self.consumers.get(source, ())) == 1
+        is_returned = None in self.consumers[name] and None not in self.consumers.get(source, ()) and not op.result.stream
+        producer = self.ops[at] if at is not None else None
+        if producer and at is not None and self.can_state(producer, op.result) and (is_alone or (is_returned and not producer.callee)):
+            self.producer[name] = at
+            self.ops[at] = replace(producer, result=op.result)
+            if not is_alone:
+                self.ops[at + 1 :] = [other.renamed({source: name}) for other in self.ops[at + 1 :]]
+                self.same[source] = name
+                self.consumers[name] += self.consumers[source]
         else:
             self.use(op, source)
 
