@@ -221,3 +221,13 @@ def test_what_is_reduced_cannot_become_partial() -> None:
     assert str(caught.value) == (
         "reshard: f32[M] cannot become f32[M] partial(sum, x): its partial sum was reduced already; remove partial(sum, x)"
     )
+
+
+def test_a_returned_value_that_others_read_is_computed_under_its_own_name() -> None:
+    before = """%a: f32[M@x, K] = exp(%x)
+        %b: f32[M@x, K] = negative(%a)
+        %y: f32[M@x, K] pinned = reshard(%a)
+        %z: f32[M@x, K] = add(%b, %a)"""
+    given = replace(fusion("%x: f32[M@x, K]", before), outputs=("y", "z"))
+    ops = [str(op).partition(" = ")[2] for op in decompose_reshards(given, Options()).ops]
+    assert ops == ["exp(%x)", "negative(%y)", "add(%b, %y)"]
