@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
-from cuda_here import compiles
+from cuda_here import compiles, quick_options
 
 from hostweave.build import make, nvrtc
 from hostweave.build.cuda import gpus
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # during imports, which leave no garbage
     make.CORES = 1  # other cores have workers; merges all files of a runtime into one unit
     if not gpus():
-        nvrtc.OPTIONS += ("--ptxas-options=-O0",)
+        nvrtc.OPTIONS += quick_options()
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):

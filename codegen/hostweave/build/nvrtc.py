@@ -136,11 +136,14 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """Text of a C++ file that embeds cubins, given by the names of their units."""
+    """Text of a C++ file that embeds cubins, given by the names of their units.
+
+    It defines each of their kernels, which have a bank of constants for their parameters, but not the functions that kernels call.
+    """
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"
-        names = sorted({name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", path.read_bytes())})
+        names = sorted({name.decode() for name in re.findall(rb"\0\.nv\.constant0\.(\w+)(?=\0)", path.read_bytes())})
         data += [".balign 64", f"{symbol}: .incbin {quoted(str(path))}"]
         kernels += [f"extern const char {symbol}[];", *(f'hw::JitKernel {name}{{{symbol}, "{name}"}};' for name in names)]
     section = "\n    ".join(quoted(f"{line}\n") for line in (".pushsection .rodata", *data, ".popsection"))
