@@ -308,8 +308,8 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("NVIDIA H100 80GB HBM3", "those of NVIDIA H100 80GB HBM3 in the package; hostweave calibrate measures this machine"),
-        ("NVIDIA B200", "the cost model has none of NVIDIA B200, and takes those of NVIDIA H200: run hostweave calibrate"),
+        ("NVIDIA H100 80GB HBM3", "the package's figures of NVIDIA H100 80GB HBM3; hostweave calibrate measures this machine"),
+        ("NVIDIA B200", "the cost model has no figures of NVIDIA B200, and uses the figures of NVIDIA H200: run hostweave calibrate"),
     ],
 )
 def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ BAD_HOSTS = {
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
     host("%a = chunk %x[0: 0 of 0]"): "the number of chunks must be at least 1",
     host("all_to_all %x -> %y on *"): "line 2, column .*expected a name, found '\\*'",
-    host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; those there are none",
+    host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; declared: none",
     CPU_DEVICE.replace(
         "mesh(x=2)", "mesh(x=2) channels(x: x by_pigeon)"
     ): "line 1, column .*unknown transport 'by_pigeon'; one of one_sided, peer, two_sided",

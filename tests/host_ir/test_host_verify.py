@@ -186,7 +186,7 @@ BODIES = {
     ),
     "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
     "all_gather %x -> %y on q\nsend %x to 0 on x": (
-        "text:2: @t: all_gather %x -> %y on q: channel q is not declared: add channels(q: ...) to the header; those there are x"
+        "text:2: @t: all_gather %x -> %y on q: channel q is not declared: add channels(q: ...) to the header; declared: x"
     ),
     "group {\n}": "text:2: @t: group: the group is empty: remove it",
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
@@ -310,7 +310,7 @@ def test_program(text: str) -> None:
 BLOCK = "function @b(%p: f32[M@x, 4]) -> (%q: f32[M@x, 4]) { all_reduce sum %p -> %q on x }\n"
 
 CALLS = {
-    "call @c %x -> %y": "text:3: @t: call @c %x -> %y: there is no function @c before @t; those there are @b",
+    "call @c %x -> %y": "text:3: @t: call @c %x -> %y: there is no function @c before @t; known: @b",
     "call @b %x, %x -> %y": "text:3: @t: call @b %x, %x -> %y: @b takes 1 buffers, not 2",
     "call @b %x -> ": "text:3: @t: call @b %x ->: @b gives 1 buffers, not 0",
     "call @b %n -> %y": "text:3: @t: call @b %n -> %y: %n is i32[M/2, 4], and @b takes f32[M/2, 4] as %p",
@@ -341,7 +341,7 @@ BLOCKS = {
         "text:1: @b: all_reduce sum %p -> %r on x: %r is used before its definition: define it above, in this body or around it"
     ),
     BLOCK.replace("all_reduce sum %p -> %q on x", "call @b %p -> %q"): (
-        "text:1: @b: call @b %p -> %q: there is no function @b before @b; those there are none"
+        "text:1: @b: call @b %p -> %q: there is no function @b before @b; known: none"
     ),
     2 * BLOCK: "@t: function @b is declared twice: rename one",
     BLOCK.replace("{", "{ record done[0]"): "@t: both @b and @t use done: declare events for each",

@@ -199,7 +199,7 @@ def test_what_is_refused() -> None:
 
     place = r"test_attention_in_zigzag.py:\d+: attention: rows of .* are in zigzag, and"
     with pytest.raises(
-        ProgramError, match=f"{place} there are lengths or a bias beside their causal mask; shard the rows in order, as S@cp"
+        ProgramError, match=f"{place} there are lengths or a bias besides the causal mask; shard the rows in order, as S@cp"
     ):
         lower(of_lengths, hw.Options())
     with pytest.raises(ProgramError, match=f"{place} there are T keys for S of them; shard the rows in order, as S@cp"):

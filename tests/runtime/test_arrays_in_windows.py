@@ -237,7 +237,7 @@ def test_ranks_that_disagree() -> None:
         shared(2)[1](x=other if group.rank else x, **weights)
 
     told = message_of(2, crossed, ExecutionError)
-    assert "rank 1 passes other arrays of group.empty than rank 0; pass what one call of it gave, from the same place on" in told
+    assert "rank 1 and rank 0 pass arrays of different calls of group.empty; pass arrays of the same call, with the same offset" in told
 
 
 def test_what_was_compiled_for_windows_gets_them() -> None:

@@ -84,7 +84,10 @@ def test_a_rank_with_another_mesh_or_other_options() -> None:
     wide = hw.compile(ag_matmul, options=hw.Options(streams=2))
     assert (
         then_works(lambda rank: (wide if rank == 1 else AG_MATMUL)(x_of(rank), W))
-        == ["ag_matmul: rank 1 calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"]
+        == [
+            "ag_matmul: rank 1 and rank 0 call different programs of the same name; "
+            "compile one program, with the same options, on all ranks"
+        ]
         * RANKS
     )
     errors = then_works(lambda rank: ROWS_AND_COLUMNS(X) if rank == 1 else AG_MATMUL(x_of(rank), W))

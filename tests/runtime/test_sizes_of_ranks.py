@@ -179,7 +179,7 @@ assert time.monotonic() - started < 10
 """
     for first, second in on_two_ranks(script, "one_sided", BY=by):
         assert first.startswith("right")
-        assert "rank 0 makes another call than rank 1 as call 2; make the same calls on all ranks" in second
+        assert "rank 0 and rank 1 make different calls as call 2; make the same calls on all ranks" in second
 
 
 @pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])

@@ -37,7 +37,7 @@ def _integers() -> str:
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # NVRTC needs as much time for it as for all other headers
-_INSTANCES = "// The paragraphs below are compiled each by itself.\n\n"
+_INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 

@@ -352,17 +352,23 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
                 "all ranks of a group call the same programs in the same order"
             )
         if signature.digest != first.digest:
-            return f"rank {rank} calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"
+            return (
+                f"rank {rank} and rank 0 call different programs of the same name; compile one program, with the same options, on all ranks"
+            )
         if signature.call != first.call:
             return (
                 f"rank {rank} compares the sizes of call {signature.call}, rank 0 those of call {first.call}; "
                 "pass sizes that fit together to each call"
             )
         if signature.windows != first.windows:
-            return f"rank {rank} passes other arrays of group.empty than rank 0; pass what one call of it gave, from the same place on"
+            return (
+                f"rank {rank} and rank 0 pass arrays of different calls of group.empty; pass arrays of the same call, with the same offset"
+            )
     return None
 
 
 def other_call(rank: int, than: int, call: int) -> str:
     """Message that two ranks make different calls."""
-    return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"
+    return (
+        f"rank {rank} and rank {than} make different calls as call {call}; make the same calls on all ranks, with sizes that fit together"
+    )

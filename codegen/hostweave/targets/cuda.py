@@ -132,7 +132,7 @@ def why_no_scales(scaling: str) -> str:
     if number < 89:
         return f"tensor cores of sm_{number} have no 8-bit floats"
     if scaling != TENSOR and number // 10 != 9:
-        return f"cuBLASLt has scales of a {scaling} for sm_90 alone, and this is sm_{number}"
+        return f"cuBLASLt supports scales of a {scaling} only on sm_90, and this is sm_{number}"
     version = tuple(map(int, re.findall(r"\d+", _version(next(part for part in cuda.find_cuda().headers if part.name == "cublasLt.h")))))
     if scaling != TENSOR and version < (12, 9):
         return f"scales of a {scaling} need cuBLAS 12.9 or later, and {'.'.join(map(str, version)) or 'none'} was found"
@@ -159,8 +159,8 @@ def _figures() -> str:
         return f"measured on this machine, {figures.file_of(gpus)}"
     machine = shipped(gpus[0].name)
     if machine.stands_for:
-        return f"the cost model has none of {machine.stands_for}, and takes those of {machine.name}: run hostweave calibrate"
-    return f"those of {machine.name} in the package; hostweave calibrate measures this machine"
+        return f"the cost model has no figures of {machine.stands_for}, and uses the figures of {machine.name}: run hostweave calibrate"
+    return f"the package's figures of {machine.name}; hostweave calibrate measures this machine"
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:

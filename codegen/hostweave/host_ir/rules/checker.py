@@ -226,7 +226,7 @@ class Checker:
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
-            self.fail(f"channel {i.channel} is not declared: add channels({i.channel}: ...) to the header; those there are {known}")
+            self.fail(f"channel {i.channel} is not declared: add channels({i.channel}: ...) to the header; declared: {known}")
         if i.posts not in channel.transport.carries:
             self.fail(
                 f"channel {i.channel} is {channel.transport.name}, which supports only {', '.join(sorted(channel.transport.carries))}"

@@ -62,7 +62,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
     function = next((function for function in c.program.functions if function.name == i.function), None)
     if function is None:
         known = ", ".join(f"@{function.name}" for function in c.program.functions) or "none"
-        c.fail(f"there is no function @{i.function} before @{c.program.name}; those there are {known}")
+        c.fail(f"there is no function @{i.function} before @{c.program.name}; known: {known}")
     for word, names, parameters in (("takes", i.srcs, function.inputs), ("gives", i.dsts, function.outputs)):
         if len(names) != len(parameters):
             c.fail(f"@{i.function} {word} {len(parameters)} buffers, not {len(names)}")

@@ -1,4 +1,4 @@
-"""Ops of one element of each operand."""
+"""Ops that compute each element from one element of each operand."""
 
 import math
 import operator

@@ -50,7 +50,7 @@ class Pulse {
 class Progress {
  public:
   CallLog& log() { return log_; }
-  // Pulse of graphs that the application captured and launches by itself. `look` reports the time since their last progress.
+  // Watches graphs that the application captured and launches. `look` reports the time since their last progress.
   Pulse& pulse() { return pulse_; }
   CallLog::State look();
 
