@@ -291,6 +291,19 @@ def test_an_expensive_value_is_computed_once() -> None:
     assert "row.load(" not in text
 
 
+@pytest.mark.parametrize(("length", "threads", "blocks"), [(4096, 128, 0), (14336, 896, 2), (28672, 896, 1), (32768, 1024, 1)])
+def test_a_long_row_of_held_values_has_many_threads(length: int, threads: int, blocks: int) -> None:
+    text = kernels(lambda x, y: hw.quantize(hw.silu(x) * y, "row"), x=hw.bf16["M", length], y=hw.bf16["M", length])
+    assert f"__launch_bounds__({threads}{f', {blocks}' if blocks else ''})" in text
+    assert f"hw::Row<{length}, {threads}, 8>()" in text
+
+
+def test_vectors_of_8_bit_floats_are_rounded_by_their_store() -> None:
+    text = kernels(lambda x: hw.astype(x * 2, hw.f8e4m3), x=hw.bf16["M", 64])
+    assert "hw::Values<float, kWidth> y_i;" in text
+    assert "hw::f8e4m3(" not in text
+
+
 def test_a_value_that_is_rounded_is_held_in_16_bits() -> None:
     def gated(x):
         h = hw.astype(hw.exp(hw.astype(x, hw.f32)), hw.bf16)

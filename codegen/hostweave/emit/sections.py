@@ -62,13 +62,14 @@ class Section:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
+            element = f32 if self.is_rounded_by_store(name) else self.kernel.types[name].dtype
             if self.is_wide and place in self.kernel.ir.packed:
                 local = self.kernel.names.of(self.kernel.indexed(name, place), f"elements to store of {name}")
-                self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
+                self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(place))}, {local});")
             elif place == self.kernel.ir.transposed:
-                self.give_back(name, self.kernel.types[name].dtype.cpp, value)
+                self.give_back(name, element.cpp, value)
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
@@ -206,19 +207,30 @@ class Section:
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op)
         if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
+            text = text if compute_type(computed) == "float" else f"float({text})"
+            return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
-        """C++ of one element of a result, in its storage type."""
+        """C++ of one element of a result, in its storage type or in f32 if the store rounds it."""
+        dtype = op.result.type.dtype
+        stored_as = f32 if self.is_rounded_by_store(op.result.name) else dtype
         if self.kernel.uses[op.result.name]:
-            return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
-        if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
-            return self.element(op.tensors[0])
-        if gathers_in_order(op):
-            return self.moved_element(op)[0]
+            return _converted(self.value(op.result.name), dtype, stored_as)
+        if self.is_moved(op):
+            return self.element(op.tensors[0]) if self.is_same(op) else self.moved_element(op)[0]
         text, computed = self.expression(op)
-        return _converted(text, computed, op.result.type.dtype)
+        return _converted(text, computed, stored_as)
+
+    def is_moved(self, op: Op) -> bool:
+        """True if an op only moves an element of an input."""
+        return (self.is_same(op) and op.tensors[0] in self.kernel.pointers) or gathers_in_order(op)
+
+    def is_rounded_by_store(self, result: str) -> bool:
+        """True if a result is stored by vectors of 8-bit floats, which round pairs of numbers at once."""
+        dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
+        is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
+        return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:
         """Returns True if an op passes its operand's element through: it only moves elements, or reduces a dim of size 1."""

@@ -26,6 +26,10 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # maximum number of threads that share a row of known length
+LONG = 1024  # accesses to a row with held values, above which the threads of a row may be MANY_THREADS, with few accesses each
+MANY_THREADS = 1024
+FEW_ACCESSES = (2, 4, 3)  # of such a thread, the preferred number first
+FEW_HELD = 4  # accesses whose elements a thread holds, up to which two blocks of MANY_THREADS have enough registers
 LANES = (1, 2, 4, 8, 16, 32)  # threads that share a short row, so that a warp has several rows
 LINE = 8  # threads that read 128 bytes together: the preferred minimum
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first that divides it
@@ -101,10 +105,19 @@ def _operands(op: Op) -> tuple[str, ...]:
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     """The loops with rows that are split over threads, which hold these values. Rows of unknown length are held if they may fit."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
-    threads = _threads_of_row(int(loops.along.size) // loops.width, accesses) if loops.along.size.is_int else 0
-    if threads:
+    count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
+    if count > LONG and any(name not in loops.memory for name in held) and (threads := _many_threads(count)):
+        blocks = 2 if count // threads * accesses <= FEW_HELD else 1
+        return replace(loops, distribution=BY_ROW, threads=threads, blocks=blocks, held=held)
+    if count and (threads := _threads_of_row(count, accesses)):
         return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
+
+
+def _many_threads(accesses: int) -> int:
+    """Number of threads that share a long row evenly, or 0. Threads with few registers hide the latency of each other's accesses."""
+    even = (accesses // each for each in FEW_ACCESSES if accesses % each == 0)
+    return next((threads for threads in even if threads % WARP == 0 and threads <= MANY_THREADS), 0)
 
 
 def _threads_of_row(accesses: int, held: int) -> int:

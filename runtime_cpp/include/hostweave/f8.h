@@ -8,6 +8,10 @@ namespace hw {
 
 // Conversion saturates, also for infinities, which the type lacks.
 using f8e4m3 = __nv_fp8_e4m3;
+template <class T>
+constexpr bool is_rounded_by_pairs = false;
+template <>
+inline constexpr bool is_rounded_by_pairs<f8e4m3> = true;
 
 // Conversion overflows to infinity, unlike CUDA's own, which saturates.
 struct f8e5m2 : __nv_fp8_e5m2 {

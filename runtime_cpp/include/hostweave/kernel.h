@@ -67,6 +67,28 @@ template <class T, int kCount>
 HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
+// Converts a vector. A GPU rounds two numbers to 8 bits as fast as one.
+template <class T, class From, int kCount>
+HW_DEVICE Values<T, kCount> converted(const Values<From, kCount>& values) {
+  Values<T, kCount> result;
+  for (int e = 0; e < kCount; ++e) result[e] = T(values[e]);
+  return result;
+}
+#ifdef __CUDACC__
+template <class T, int kCount>
+  requires(is_rounded_by_pairs<T> && kCount % 2 == 0)
+__device__ Values<T, kCount> converted(const Values<float, kCount>& values) {
+  Values<__nv_fp8x2_e4m3, kCount / 2> pairs;
+#pragma unroll
+  for (int e = 0; e < kCount; e += 2) pairs[e / 2] = __nv_fp8x2_e4m3(float2{values[e], values[e + 1]});
+  return reinterpret_cast<const Values<T, kCount>&>(pairs);
+}
+#endif
+template <class T, int kCount>
+  requires(sizeof(T) == 1)
+HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
+  store(first, converted<T>(values));
+}
 
 // Starts a load whose result is needed later. Memory is loaded at once; a pseudo-array is read when its elements have arrived.
 template <int kCount, class T>
@@ -201,13 +223,13 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block of whole warps. CUB needs a constant block size and takes NVRTC two seconds
-// to parse; here the block size depends on the row length.
-template <class T, class ReduceOp>
+// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if their number depends on the length of a row,
+// which CUB does not support; it also takes NVRTC two seconds to parse.
+template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];
   value = reduce_lanes<32>(value, reduce_op);
-  const int warps = blockDim.x / 32;
+  const int warps = (kThreads ? kThreads : blockDim.x) / 32;
   if (warps == 1) return value;
   __syncthreads();  // wait until the previous result has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;

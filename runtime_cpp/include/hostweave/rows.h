@@ -75,7 +75,7 @@ struct ThreadGroup {
   template <class T, class ReduceOp>
   static __device__ T reduce(T value, ReduceOp reduce_op) {
     if constexpr (kLanes == 0) {
-      return reduce_block(value, reduce_op);
+      return reduce_block<kThreads>(value, reduce_op);
     } else {
       return reduce_lanes<kLanes>(value, reduce_op);
     }

@@ -6,8 +6,8 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth of row i. All threads of
-// the grid must call it, in blocks of kThreads.
+// Writes column j of the result to `to + j * pitch`. `compute(i, j)` returns elements j to j + kWidth of row i, perhaps still to
+// be rounded. All threads of the grid must call it, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
   using Word = decltype([] {
@@ -21,15 +21,18 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // per store
   __shared__ alignas(16) T tile[kTransposed][kTransposed + kPadding];
   const bool is_wide = pitch % kStored == 0 && aligned(to);
-  const int64_t across = (columns + kTransposed - 1) / kTransposed, down = (rows + kTransposed - 1) / kTransposed;
+  // 32 bits suffice for the number of a tile, and are faster to divide.
+  const auto across = static_cast<uint32_t>((columns + kTransposed - 1) / kTransposed);
+  const int64_t down = (rows + kTransposed - 1) / kTransposed;
   for (int64_t number : over_blocks(down * across)) {
-    const int64_t i = number / across * kTransposed, j = number % across * kTransposed;
+    const int64_t i = int64_t{static_cast<uint32_t>(number) / across} * kTransposed;
+    const int64_t j = int64_t{static_cast<uint32_t>(number) % across} * kTransposed;
     const int64_t height = rows - i, length = columns - j;  // size of the tile, which is smaller at the edge
 #pragma unroll
     for (int at = 0; at < kTransposed * kTransposed; at += kThreads * kWidth) {
       const int row = (at + threadIdx.x * kWidth) / kTransposed, column = threadIdx.x * kWidth % kTransposed;
       if (row < height && column < length) {
-        const Values<T, kWidth> values = compute(i + row, j + column);
+        const Values<T, kWidth> values = converted<T>(compute(i + row, j + column));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) tile[column + e][row] = values[e];
       }
@@ -58,7 +61,7 @@ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute comp
   for (int64_t begin = 0; begin < rows; begin += kTransposed) {
     for (int64_t j = 0; j < columns; j += kWidth) {
       for (int64_t i = begin; i < rows && i < begin + kTransposed; ++i) {
-        const Values<T, kWidth> values = compute(i, j);
+        const Values<T, kWidth> values = converted<T>(compute(i, j));
         for (int e = 0; e < kWidth; ++e) to[(j + e) * pitch + i] = values[e];
       }
     }
