@@ -73,6 +73,7 @@ TEMPLATES = {
     ir.BY_BLOCK_LANES: _OF_BLOCK_LANES,
     ir.BY_CLUSTER_LANES: replace(_OF_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
+ALL_REGISTERS = 1024  # threads of a block, if the multiprocessor runs no other block, so that it may use all registers
 
 
 class LoopPrinter:
@@ -93,7 +94,7 @@ class LoopPrinter:
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
-            self.bounds = self.text(self.templates.bounds) + (f", {loops.blocks}" if loops.blocks else "")
+            self.bounds = self.text(self.templates.bounds) + (", 1" if loops.threads == ALL_REGISTERS else "")
 
     # --- heads ---
 

@@ -87,9 +87,11 @@ class Section:
     def computed_row(self, name: str) -> tuple[str, ...]:
         """Statements that compute and return a vector of a row."""
         self.own, kernel = name, self.kernel
-        value, dtype = self.value(name), kernel.types[name].dtype
-        is_rounded = kernel.ir.is_rounded(name)
-        self.give_back(name, dtype.cpp if is_rounded else compute_type(dtype), f"{dtype.cpp}({value})" if is_rounded else value)
+        dtype = kernel.types[name].dtype
+        if kernel.ir.is_rounded(name):
+            self.give_back(name, dtype.cpp, _converted(*self.expression(kernel.made[name]), dtype))
+        else:
+            self.give_back(name, compute_type(dtype), self.value(name))
         return self.taken()
 
     def give_back(self, name: str, element: str, value: str) -> None:
@@ -97,10 +99,14 @@ class Section:
         if not self.is_wide:
             self.stores.append(f"return hw::Values<{element}, 1>{{{value}}};")
             return
-        local = self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"elements of {name} to return")
+        local = self.chunk(name)
         self.begin.append(f"hw::Values<{element}, kWidth> {local};")
         self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
         self.stores.append(f"return {local};")
+
+    def chunk(self, name: str) -> str:
+        """Local variable for a vector of a value."""
+        return self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"chunk of {name}")
 
     def is_held(self, name: str) -> bool:
         """True if this section reads a computed value from a row that threads hold."""
@@ -201,7 +207,10 @@ class Section:
             element = self.element(name)
             return (f"float({element})" if _is_small_float(dtype) else element), True
         if self.is_held(name):
-            element = f"{self.row(name)}[{self.kernel.loops.names[self.kernel.ir.along]}][{self.kernel.loops.lane}]"
+            if name not in self.loads:
+                self.loads[name] = self.chunk(name)
+                self.begin.append(f"const auto {self.loads[name]} = {self.row(name)}[{self.kernel.loops.names[self.kernel.ir.along]}];")
+            element = f"{self.loads[name]}[{self.kernel.loops.lane}]"
             return (f"float({element})" if self.kernel.ir.is_rounded(name) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)

@@ -39,9 +39,7 @@ def distribute(loops: Loops, machine: Machine) -> Loops:
     """Chooses the part that a thread, a block or a cluster computes."""
     chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
-    if chosen != BY_COLUMNS:
-        return replace(loops, distribution=chosen)
-    return replace(loops, distribution=chosen, threads=MOST_THREADS if few else TILE_THREADS, blocks=1 if few else 0)
+    return replace(loops, distribution=chosen, threads=(MOST_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)
 
 
 def _of_lanes(loops: Loops) -> str:

@@ -10,7 +10,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-A value that several walks use is computed once and held, if it is expensive. Then its operands are not held for the later walks.
+A value that several walks use is computed once and held if it is expensive, or if it needs fewer registers than the rows that it is
+computed from. These are then not held for the later walks.
 """
 
 import itertools
@@ -26,10 +27,7 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # maximum number of threads that share a row of known length
-LONG = 1024  # accesses to a row with held values, above which the threads of a row may be MANY_THREADS, with few accesses each
-MANY_THREADS = 1024
-FEW_ACCESSES = (2, 4, 3)  # of such a thread, the preferred number first
-FEW_HELD = 4  # accesses whose elements a thread holds, up to which two blocks of MANY_THREADS have enough registers
+MANY_THREADS = 1024  # the same if they hold computed values, which need more registers than inputs of 16 bits
 LANES = (1, 2, 4, 8, 16, 32)  # threads that share a short row, so that a warp has several rows
 LINE = 8  # threads that read 128 bytes together: the preferred minimum
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first that divides it
@@ -64,7 +62,10 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that an earlier walk computes too and that are expensive. A conversion to a wider type is left to each walk."""
+    """Values that an earlier walk computes too, and that are expensive or need fewer registers than the rows behind them.
+
+    A conversion to a wider type is left to each walk.
+    """
     made = {op.result.name: op for op in loops.kernel.ops}
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -74,10 +75,17 @@ def _expensive(loops: Loops) -> tuple[str, ...]:
             if name in before and name in now:
                 while made[name].kind == "astype" and not loops.is_rounded(name) and made[name].tensors[0] in made:
                     (name,) = made[name].tensors
-                cost = sum(OPS[made[one].kind].cost for one in _needed(loops, (name,)) if one in made)
-                found += [name] if cost >= EXPENSIVE else []
+                needed = _needed(loops, (name,))
+                cost = sum(OPS[made[one].kind].cost for one in needed if one in made)
+                rows = sum(_accesses(loops, one) for one in needed if one in loops.packed)
+                found += [name] if cost >= EXPENSIVE or _accesses(loops, name) < rows else []
         before.update(now)
     return tuple(dict.fromkeys(found))
+
+
+def _accesses(loops: Loops, name: str) -> int:
+    """Accesses that hold as many bytes as a thread's vector of this row."""
+    return -(-loops.width * loops.held_bytes(name) // ACCESS)
 
 
 def _roots(walk: Walk) -> tuple[str, ...]:
@@ -104,27 +112,19 @@ def _operands(op: Op) -> tuple[str, ...]:
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     """The loops with rows that are split over threads, which hold these values. Rows of unknown length are held if they may fit."""
-    accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
+    accesses = sum(_accesses(loops, name) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
-    if count > LONG and any(name not in loops.memory for name in held) and (threads := _many_threads(count)):
-        blocks = 2 if count // threads * accesses <= FEW_HELD else 1
-        return replace(loops, distribution=BY_ROW, threads=threads, blocks=blocks, held=held)
-    if count and (threads := _threads_of_row(count, accesses)):
+    most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
+    if count and (threads := _threads_of_row(count, accesses, most)):
         return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
 
 
-def _many_threads(accesses: int) -> int:
-    """Number of threads that share a long row evenly, or 0. Threads with few registers hide the latency of each other's accesses."""
-    even = (accesses // each for each in FEW_ACCESSES if accesses % each == 0)
-    return next((threads for threads in even if threads % WARP == 0 and threads <= MANY_THREADS), 0)
-
-
-def _threads_of_row(accesses: int, held: int) -> int:
+def _threads_of_row(accesses: int, held: int, most: int) -> int:
     """Number of threads that share a row of known length, or 0 if none divides it evenly."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
-        fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in LANES and threads >= min(least, accesses))
+        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))
         if fits and accesses % each == 0 and each * held <= HELD:
             return threads
     return 0

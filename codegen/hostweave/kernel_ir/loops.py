@@ -93,7 +93,6 @@ class Loops:
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
     threads: int = 0  # per block, or threads that share a row of known length; 0: any number
-    blocks: int = 0  # blocks per multiprocessor for which registers must suffice; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside the innermost loop
     prepared: tuple[str, ...] = ()  # divisors among them of the innermost loop
@@ -257,9 +256,7 @@ class Loops:
             reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
         if self.distribution:
-            threads = f", {self.threads} threads" if self.threads else ""
-            blocks = f", {self.blocks} block{'s' if self.blocks > 1 else ''} per multiprocessor" if self.blocks else ""
-            yield f"distribute: {self.distribution}{threads}{blocks}"
+            yield f"distribute: {self.distribution}" + (f", {self.threads} threads" if self.threads else "")
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"
         if hoisted := [name for name in self.outside if name not in self.inputs]:

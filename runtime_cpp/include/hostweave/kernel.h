@@ -67,23 +67,17 @@ template <class T, int kCount>
 HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
-// Converts a vector. A GPU rounds two numbers to 8 bits as fast as one.
+// Converts a vector.
 template <class T, class From, int kCount>
 HW_DEVICE Values<T, kCount> converted(const Values<From, kCount>& values) {
   Values<T, kCount> result;
-  for (int e = 0; e < kCount; ++e) result[e] = T(values[e]);
+  if constexpr (requires { round_pairs(values.values, result.values); }) {
+    round_pairs(values.values, result.values);
+  } else {
+    for (int e = 0; e < kCount; ++e) result[e] = T(values[e]);
+  }
   return result;
 }
-#ifdef __CUDACC__
-template <class T, int kCount>
-  requires(is_rounded_by_pairs<T> && kCount % 2 == 0)
-__device__ Values<T, kCount> converted(const Values<float, kCount>& values) {
-  Values<__nv_fp8x2_e4m3, kCount / 2> pairs;
-#pragma unroll
-  for (int e = 0; e < kCount; e += 2) pairs[e / 2] = __nv_fp8x2_e4m3(float2{values[e], values[e + 1]});
-  return reinterpret_cast<const Values<T, kCount>&>(pairs);
-}
-#endif
 template <class T, int kCount>
   requires(sizeof(T) == 1)
 HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
