@@ -304,19 +304,10 @@ def test_vectors_of_8_bit_floats_are_rounded_by_their_store() -> None:
     assert "hw::f8e4m3(" not in text
 
 
-def test_a_value_that_is_rounded_is_held_in_16_bits() -> None:
-    def gated(x):
-        h = hw.astype(hw.exp(hw.astype(x, hw.f32)), hw.bf16)
-        return h / hw.max(h, 1, keepdims=True)
-
-    text = kernels(gated, x=hw.bf16["M", 4096])
-    assert "hw::Values<hw::bf16, kWidth> h_j;" in text
-    assert text.count("fast_exp(") == 1
-
-
-def test_a_value_of_fewer_registers_than_its_operands_is_held() -> None:
+def test_a_rounded_value_is_computed_once() -> None:
     text = kernels(lambda x, w: hw.quantize(hw.rms_norm(x, w), "row"), x=hw.bf16["M", 4096], w=hw.bf16[4096])
     assert "const auto rms_norm_x_row = row.hold([&](const hw::Chunk j) {" in text
+    assert text.count("hw::rounded<hw::bf16>(") == 1
 
 
 def test_a_cheap_value_is_computed_again() -> None:

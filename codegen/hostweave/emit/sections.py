@@ -86,12 +86,8 @@ class Section:
 
     def computed_row(self, name: str) -> tuple[str, ...]:
         """Statements that compute and return a vector of a row."""
-        self.own, kernel = name, self.kernel
-        dtype = kernel.types[name].dtype
-        if kernel.ir.is_rounded(name):
-            self.give_back(name, dtype.cpp, _converted(*self.expression(kernel.made[name]), dtype))
-        else:
-            self.give_back(name, compute_type(dtype), self.value(name))
+        self.own = name
+        self.give_back(name, compute_type(self.kernel.types[name].dtype), self.value(name))
         return self.taken()
 
     def give_back(self, name: str, element: str, value: str) -> None:
@@ -210,8 +206,7 @@ class Section:
             if name not in self.loads:
                 self.loads[name] = self.chunk(name)
                 self.begin.append(f"const auto {self.loads[name]} = {self.row(name)}[{self.kernel.loops.names[self.kernel.ir.along]}];")
-            element = f"{self.loads[name]}[{self.kernel.loops.lane}]"
-            return (f"float({element})" if self.kernel.ir.is_rounded(name) else element), True
+            return f"{self.loads[name]}[{self.kernel.loops.lane}]", True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op)

@@ -10,8 +10,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-A value that several walks use is computed once and held if it is expensive, or if it needs fewer registers than the rows that it is
-computed from. These are then not held for the later walks.
+A value that several walks use is computed once and held if it is expensive or rounded. Then the rows that it is computed from are not
+held for the later walks.
 """
 
 import itertools
@@ -62,10 +62,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that an earlier walk computes too, and that are expensive or need fewer registers than the rows behind them.
-
-    A conversion to a wider type is left to each walk.
-    """
+    """Values that an earlier walk computes too, and that are expensive or rounded. A conversion to a wider type is left to each walk."""
     made = {op.result.name: op for op in loops.kernel.ops}
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -75,17 +72,10 @@ def _expensive(loops: Loops) -> tuple[str, ...]:
             if name in before and name in now:
                 while made[name].kind == "astype" and not loops.is_rounded(name) and made[name].tensors[0] in made:
                     (name,) = made[name].tensors
-                needed = _needed(loops, (name,))
-                cost = sum(OPS[made[one].kind].cost for one in needed if one in made)
-                rows = sum(_accesses(loops, one) for one in needed if one in loops.packed)
-                found += [name] if cost >= EXPENSIVE or _accesses(loops, name) < rows else []
+                cost = sum(OPS[made[one].kind].cost for one in _needed(loops, (name,)) if one in made)
+                found += [name] if cost >= EXPENSIVE or loops.is_rounded(name) else []
         before.update(now)
     return tuple(dict.fromkeys(found))
-
-
-def _accesses(loops: Loops, name: str) -> int:
-    """Accesses that hold as many bytes as a thread's vector of this row."""
-    return -(-loops.width * loops.held_bytes(name) // ACCESS)
 
 
 def _roots(walk: Walk) -> tuple[str, ...]:
@@ -112,7 +102,7 @@ def _operands(op: Op) -> tuple[str, ...]:
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     """The loops with rows that are split over threads, which hold these values. Rows of unknown length are held if they may fit."""
-    accesses = sum(_accesses(loops, name) for name in held)
+    accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
     if count and (threads := _threads_of_row(count, accesses, most)):

@@ -143,8 +143,7 @@ class Loops:
 
     def held_bytes(self, name: str) -> int:
         """Bytes of an element of a held row."""
-        is_stored = name in self.memory or self.is_rounded(name) or not self.is_f32(name)
-        return self.dtype(name).itemsize if is_stored else 4
+        return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize
 
     # --- dims ---
 
