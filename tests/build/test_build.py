@@ -4,15 +4,11 @@ import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
-import tomllib
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, figures, make, toolchain
 from hostweave.build.figures import file_of, keep
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
-from hostweave.build.processes import run
 from hostweave.build.program import _load_library, build, load
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
@@ -45,12 +40,6 @@ def doubled(x):
 
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -209,85 +198,6 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         "libnccl.so.2, libnvrtc.so.13 not found in the CUDA toolkit or the pip wheels; pip install nvidia-cuda-runtime "
         "nvidia-cuda-crt nvidia-cuda-cccl nvidia-cublas nvidia-nccl-cu13 nvidia-cuda-nvrtc"
     )
-
-
-def write_files(root: Path, texts: dict[str, str]) -> None:
-    for path, text in texts.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-
-
-CUDA12 = {
-    "cuda_runtime/include/cuda_runtime_api.h": "#define CUDART_VERSION  12090\n",
-    "cuda_runtime/lib/libcudart.so.12": "",
-    "cuda_nvcc/include/crt/host_defines.h": "",
-    "cuda_cccl/include/nv/target": "",
-    "cublas/include/cublas_api.h": "#define CUBLAS_VER_MAJOR 12\n",
-    "cublas/include/cublasLt.h": "",
-    "cublas/lib/libcublasLt.so.12": "",
-    "nccl/include/nccl.h": "",
-    "nccl/lib/libnccl.so.2": "",
-    "cuda_nvrtc/lib/libnvrtc.so.12": "",
-}
-CUDA13 = {
-    "cu13/include/cuda_runtime_api.h": "#define CUDART_VERSION  13000\n",
-    "cu13/include/crt/host_defines.h": "",
-    "cu13/include/cccl/nv/target": "",
-    "cu13/include/cublas_api.h": "#define CUBLAS_VER_MAJOR 13\n",
-    "cu13/include/cublasLt.h": "",
-    "cu13/lib/libcudart.so.13": "",
-    "cu13/lib/libcublasLt.so.13": "",
-    "cu13/lib/libnvrtc.so.13": "",
-    "nccl/include/nccl.h": "",
-    "nccl/lib/libnccl.so.2": "",
-}
-TOOLKIT13 = {
-    "include/cuda_runtime_api.h": "#define CUDART_VERSION  13000\n",
-    "include/crt/host_defines.h": "",
-    "include/nv/target": "",
-    "lib64/libcudart.so.13": "",
-}
-
-
-@pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose CUDA consists of an empty folder of wheels."""
-    monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
-    monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
-    monkeypatch.setenv("PATH", "")
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    spec = ModuleSpec("nvidia", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path / "nvidia")]
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: spec)
-    return tmp_path / "nvidia"
-
-
-@pytest.mark.parametrize(
-    ("toolkit", "found", "major"),
-    [({}, CUDA12, 12), ({}, CUDA13, 13), ({}, CUDA12 | CUDA13, 13), (TOOLKIT13, CUDA12, 12), (TOOLKIT13, CUDA12 | CUDA13, 13)],
-    ids=["cuda12", "cuda13", "both", "incomplete toolkit", "incomplete toolkit and both"],
-)
-def test_cuda_of_wheels_is_of_one_version(wheels: Path, tmp_path: Path, toolkit: dict[str, str], found: dict[str, str], major: int) -> None:
-    write_files(tmp_path / "toolkit", toolkit)
-    write_files(wheels, found)
-    cuda_found = cuda.find_cuda()
-    assert (cuda_found.major, cuda_found.missing) == (major, ())
-    of_version = {wheels / path for path in (CUDA12 if major == 12 else CUDA13)}
-    if major == 13:
-        of_version |= {tmp_path / "toolkit" / path for path in TOOLKIT13}
-    assert {part.path for part in (*cuda_found.headers, *cuda_found.libraries, cuda_found.nvrtc)} <= of_version
-
-
-@pytest.mark.parametrize(("extra", "layout"), [("cuda12", CUDA12), ("cuda13", CUDA13)])
-def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layout: dict[str, str]) -> None:
-    """`pip install 'hostweave[cuda12]'` installs what find_cuda needs if only the runtime's header exists."""
-    header = next(path for path in layout if path.endswith("cuda_runtime_api.h"))
-    write_files(wheels, {header: layout[header]})
-    found = cuda.find_cuda()
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    packages = {re.split("[><=]", requirement)[0] for requirement in project["optional-dependencies"][extra]}
-    assert packages == {part.package for part in (*found.headers, *found.libraries, found.nvrtc, found.nvtx)}
 
 
 def lines_of_doctor() -> list[str]:
@@ -496,99 +406,6 @@ def test_a_folder_for_edited_sources_that_cannot_be_written(empty_cache: Path, m
     monkeypatch.setenv("HOSTWEAVE_EDIT", "/proc/self/edit")
     with pytest.raises(BuildError, match=r"^HOSTWEAVE_EDIT=/proc/self/edit: .*: No such file or directory; set it to a folder"):
         hw.compile(doubled).build()
-
-
-def test_a_compiler_that_does_not_start(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "my-c++"
-    compiler.write_bytes(b"\x7fELF no program")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(BuildError, match=r"my-c\+\+ cannot be started: Exec format error; set CXX to one that can; "):
-        hw.compile(doubled).build()
-
-
-class Hanging:
-    """A compiler that starts another process and does not end."""
-
-    def __init__(self, folder: Path):
-        self.path, self.started = folder / "hanging-c++", folder / "started"
-        self.path.write_text(f"#!/bin/sh\nsleep 1000 & echo $$ $! >> {self.started}\nwait\n")
-        self.path.chmod(0o755)
-
-    def wait_until_it_runs(self) -> list[int]:
-        deadline = time.monotonic() + 60
-        while not (found := self.started.read_text().split() if self.started.exists() else []) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return [int(process) for process in found]
-
-    def expect_gone(self) -> None:
-        deadline = time.monotonic() + 10
-        while (left := [process for process in self.wait_until_it_runs() if self.runs(process)]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not left
-
-    def runs(self, process: int) -> bool:
-        try:
-            return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-
-def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = Hanging(tmp_path)
-    monkeypatch.setenv("CXX", str(hanging.path))
-    monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "0.5")
-    reason = r"does not end within 0.5 seconds; set HOSTWEAVE_COMPILER_TIMEOUT to more seconds if it needs them"
-    with pytest.raises(BuildError, match=rf"^the compiler .*hanging-c\+\+ {reason}"):
-        hw.compile(doubled).build()
-    hanging.expect_gone()
-    monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
-    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write one as 1800"):
-        hw.compile(doubled).build()
-
-
-def test_doctor_waits_for_no_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = Hanging(tmp_path)
-    monkeypatch.setenv("CXX", str(hanging.path))
-    monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "0.5")
-    assert any(re.match(r"compiler +missing: the compiler .*hanging-c\+\+ does not end within 0.5 seconds", line) for line in lines_of_doctor())
-    hanging.expect_gone()
-    hanging.path.write_bytes(b"\x7fELF no program")
-    assert any(re.match(r"compiler +missing: the compiler .* cannot be started: Exec format error", line) for line in lines_of_doctor())
-
-
-def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
-    """The server keeps the output open, as one that a compiler cache starts."""
-    leaves = "sleep 60 & echo $! > server; echo said; exit 3"
-    begin = time.monotonic()
-    assert run(["/bin/sh", "-c", leaves], tmp_path) == (3, "said\n")
-    assert time.monotonic() - begin < 30
-    os.kill(int((tmp_path / "server").read_text()), signal.SIGKILL)
-
-
-BUILDS = """
-import signal
-import hostweave as hw
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
-@hw.fusion(x=hw.f32["M"])
-def twice(x):
-    return x + x
-hw.compile(twice).build()
-"""
-
-
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_compilers_end_with_the_process_that_started_them(by: int, empty_cache: Path, tmp_path: Path) -> None:
-    hanging = Hanging(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUILDS],
-        env={**os.environ, "CXX": str(hanging.path)},
-        stderr=subprocess.DEVNULL,
-    )
-    hanging.wait_until_it_runs()
-    process.send_signal(by)
-    assert process.wait(30) != 0
-    hanging.expect_gone()
 
 
 @needs_cuda
