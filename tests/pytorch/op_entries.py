@@ -34,6 +34,9 @@ class Several(nn.Module):
         return tuple(entry.function(*(next(tensors) for _ in entry.given)) for entry in self.entries)
 
 
+NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+
+
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
     """Entries of one batch that support this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
@@ -62,14 +65,18 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = dict(zip(places, tensors, strict=True))
             first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
-            return [leaf for leaf in pytree.tree_leaves(op(first, *args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in pytree.tree_leaves(op(first, *args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            if info.name in _ANY_OF_EQUALS:
+                place = _ANY_OF_EQUALS[info.name]
+                made[-1] = _elements(first, made[-1], kwargs.get("dim", args[place] if len(args) > place else -1))
+            return made
 
         given = [leaves[place] for place in places]
         made = [function(*fresh(given)) for _ in range(2)]
-        if not given or not made[0] or any(one.layout is not torch.strided for one in made[0]):
+        if not given or not made[0] or any(one.layout is not torch.strided for one in (*given, *made[0])):
             return None
         pairs = [(one.detach().nan_to_num(), other.detach().nan_to_num()) for one, other in zip(*made, strict=True)]
-        is_same = all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
+        is_same = name in NOT_INITIALIZED or all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
         return Entry(name, function, given, any(one.requires_grad for one in made[0])) if is_same else None
     except (
         AssertionError,
@@ -81,6 +88,14 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         TypeError,
     ):  # errors about features that this build of torch lacks
         return None
+
+
+# Ops whose places of equal elements have no order, with the number of the argument that is the dim.
+_ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
+
+
+def _elements(x: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.gather(dim, places if places.ndim == x.ndim else places.unsqueeze(dim))
 
 
 def fresh(given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,9 @@ from compiled_fusions import unrolled_ir
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 pytest.importorskip("transformers", reason="the models of this test: pip install transformers")
 
-from small_models import MODELS, PLANS, VOCABULARY  # noqa: E402
+import small_models  # noqa: E402
+import transformers  # noqa: E402
+from small_models import VOCABULARY, Model, tokens  # noqa: E402
 from torch.export import Dim  # noqa: E402
 
 import hostweave as hw  # noqa: E402
@@ -35,6 +37,27 @@ def given(name: str, batch: int, sequence: int) -> dict[str, torch.Tensor]:
 def first(output: Any) -> torch.Tensor:
     return output["logits"]
 
+
+def gptj() -> Model:
+    config = transformers.GPTJConfig(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=32, rotary_dim=8, use_cache=False)
+    return transformers.GPTJForCausalLM(config).eval(), {"input_ids": tokens()}
+
+
+def codegen() -> Model:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_ctx": 32, "rotary_dim": 8}
+    config = transformers.CodeGenConfig(vocab_size=VOCABULARY, **sizes, use_cache=False)
+    return transformers.CodeGenForCausalLM(config).eval(), {"input_ids": tokens()}
+
+
+def mamba() -> Model:
+    """Its scan has as many steps as the largest sequence needs."""
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
+    return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
+
+
+MLP = {"fc_in.weight": "tp, -", "fc_in.bias": "tp", "fc_out.weight": "-, tp"}
+MODELS = small_models.MODELS | {"gptj": gptj, "codegen": codegen, "mamba": mamba}
+PLANS = small_models.PLANS | {"gptj": MLP | {"out_proj.weight": "-, tp"}, "codegen": MLP, "mamba": {"out_proj.weight": "-, tp"}}
 
 CASES = [
     pytest.param(name, ranks, sequence, marks=() if (name, ranks) == ("llama", 2) else pytest.mark.slow)

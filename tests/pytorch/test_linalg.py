@@ -83,6 +83,15 @@ def test_every_op_is_tested_and_larger_ones_are_refused() -> None:
     assert LINALG[aten.linalg_inv_ex.default](torch.eye(33)) is NotImplemented
 
 
+@pytest.mark.parametrize("upper", [False, True])
+def test_large_triangles_are_inverted_by_blocks(upper: bool) -> None:
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 70, 70).double() + 8 * torch.eye(70), torch.randn(2, 70, 3).double()
+    given = {"upper": upper, "unitriangular": False}
+    made = LINALG[aten.linalg_solve_triangular.default](a, b, **given)
+    torch.testing.assert_close(made, torch.linalg.solve_triangular(a, b, **given), rtol=1e-9, atol=1e-9)
+
+
 def test_which_step_fails() -> None:
     a = torch.eye(4).double()
     a[2, 2] = 0

@@ -47,6 +47,12 @@ class Written(nn.Module):
 LAYER = Layer().eval()
 
 
+def test_a_sparse_tensor() -> None:
+    message = r"Layer: example_inputs\[0\] is a tensor of torch.sparse_csr, and only those of torch.strided .*; pass its to_dense\(\)"
+    with pytest.raises(ProgramError, match=message), pytest.warns(UserWarning, match="beta"):
+        compiled(inputs=(X.to_sparse_csr(),))
+
+
 def compiled(plan: Any = None, mesh: Any = MESH, inputs: Any = (X,), module: Any = None) -> Any:
     return hostweave.torch.compile(module or LAYER, mesh, plan, inputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn  # noqa: E402
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+scans = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 ROWS, DIM, CLASSES = 4, 16, 5
 PLAN = {"linear.weight": "tp, -", "linear.bias": "tp"}
@@ -202,6 +205,51 @@ def test_derivatives_of_the_users_own(ranks: int) -> None:
     expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
 
 
+def matrices(y: Any) -> Any:
+    return scans.associative_scan(torch.matmul, y[None].expand(4, ROWS, DIM), 0)
+
+
+def decayed(y: Any) -> Any:
+    """A sum in which each step forgets a part of what was before, as in models of states."""
+
+    def joined(a: Any, b: Any) -> Any:
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    pair = torch.sigmoid(y), y
+    return sum(scans.associative_scan(joined, pair, 0, reverse=turned, combine_mode="generic")[1] for turned in (False, True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scans(ranks: int) -> None:
+    torch.manual_seed(0)
+    expect_same({"decayed": Then(decayed)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
+
+
+class OfTruths(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.maximum(a, b) ^ torch.fmin(a, b),
+            a.clamp(min=b) | a.sign() | a.signbit(),
+            *a.max(1),
+            *b.min(0),
+            a.index_add(0, index, b),
+            a.scatter_add(0, index[:, None].expand(-1, DIM), b),
+            a.scatter_reduce(0, index[:, None].expand(-1, DIM), b, "prod"),
+            F.pad(a, (1, 2), value=True),
+            torch.diagflat(a[0]),
+        )
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_truths() -> None:
+    torch.manual_seed(0)
+    given = torch.rand(ROWS, DIM) > 0.5, torch.rand(ROWS, DIM) > 0.5, torch.randint(0, ROWS, (ROWS,))
+    for mine, theirs in zip(hostweave.torch.compile(OfTruths(), hw.Mesh(tp=1), {}, given)(*given), OfTruths()(*given), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
 # --- ops that are refused, because the result would differ ------------------------------------------------------------------
 
 
@@ -216,8 +264,11 @@ def hooked(y: torch.Tensor) -> torch.Tensor:
         (hooked, r"test_more_ops.py:\d+: a hook is not compiled"),
         (lambda y: y.detach().mul_(2) + y, r"mul_.Tensor writes to a tensor that was detached"),
         (lambda y: y * y.new_empty(ROWS, 1).bernoulli_(0.5), r"not supported: aten.bernoulli"),
+        (lambda y: y[y > 0], r"not supported: aten.masked_select.*|.* by a mask gives as many elements as are true, .*"),
+        (lambda y: y.tensor_split((y[0] > 0).to(torch.int64).cumsum(0)[:2].cpu())[0], r"a branch depends on the values of a tensor"),
+        (matrices, r"calls aten.\S+, and only ops of single"),
     ],
-    ids=["hook", "detached", "random"],
+    ids=["hook", "detached", "random", "mask", "split", "scan"],
 )
 def test_what_has_other_gradients(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hostweave.base.errors import ProgramError
 from hostweave.torch import windows
 from hostweave.torch.linalg import LINALG
 from hostweave.torch.special import SPECIAL
@@ -143,6 +146,44 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
     return values
 
 
+class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it lasts, ops of other than the same elements of tensors with so many dims raise ProgramError."""
+
+    def __init__(self, ndim: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ndim = ndim
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if torch.Tag.pointwise not in op.tags or any(one.ndim not in (0, self._ndim) for one in given):
+            raise ProgramError.here(f"associative_scan: its function calls {op}, and only ops of single elements are supported; use those")
+        return op(*args, **(kwargs or {}))
+
+
+def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+    """torch's function of this name, of a dim whose size may be known only at a call, up to a largest one."""
+    leaves, spec = pytree.tree_flatten(xs)
+    dim_count = leaves[0].ndim
+    dim = dim % dim_count
+    leaves = [x.flip(dim) for x in leaves] if reverse else leaves
+    size = leaves[0].shape[dim]
+    largest = size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).upper
+    if not float(largest) < 2**31:
+        raise ProgramError.here("a scan over a dim of any size is not supported; state its largest size: torch.export.Dim(name, max=...)")
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        tried = pytree.tree_unflatten([torch.ones((2,) * dim_count, dtype=x.dtype) for x in leaves], spec)
+        with _OfElements(dim_count):
+            combine_fn(tried, tried)
+    place, by = torch.arange(size, device=leaves[0].device), 1
+    while by < largest:
+        before = [F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), by, 0)).narrow(dim, 0, size) for x in leaves]
+        made = pytree.tree_leaves(combine_fn(pytree.tree_unflatten(before, spec), pytree.tree_unflatten(leaves, spec)))
+        is_joined = (place >= by).view(-1, *[1] * (dim_count - 1 - dim))
+        leaves = [torch.where(is_joined, one, x) for one, x in zip(made, leaves, strict=True)]
+        by *= 2
+    return pytree.tree_unflatten([x.flip(dim) for x in leaves] if reverse else leaves, spec)
+
+
 def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     wide = x.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
     return _scanned(dim, [wide], lambda before, now: [before[0] * now[0]])[0]
@@ -236,6 +277,9 @@ def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch
     dim = dim % x.ndim
     own = x[tuple(slice(None) if i == dim else slice(size) for i, size in enumerate(index.shape))]
     source = source[tuple(map(slice, index.shape))]
+    if x.dtype == torch.bool:  # which torch reduces as numbers
+        wide = scatter_reduce(x.to(torch.int64), dim, index, source.to(torch.int64), reduce, include_self)
+        return wide != 0
     own, index, source = (t.movedim(dim, -1) for t in (own, index, source))
     sent = index.unsqueeze(-2) == torch.arange(x.shape[dim], device=x.device).unsqueeze(-1)
     least, most = (-math.inf, math.inf) if x.is_floating_point() else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
@@ -375,6 +419,10 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
     aten.as_strided_copy.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
+    **{
+        op: decomposition_table[op]
+        for op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+    },
     aten.diagonal.default: diagonal,
     aten.diagonal_scatter.default: diagonal_scatter,
     aten.unfold.default: unfold,

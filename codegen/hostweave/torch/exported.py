@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
+from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
-from hostweave.torch.composed import COMPOSED
+from hostweave.torch.composed import COMPOSED, associative_scan
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
 from hostweave.torch.ops import call_function, ops
@@ -54,10 +57,15 @@ def exported(
 
     With `training`, values without gradient, from detach() or torch.no_grad(), are marked by ops. Raises ProgramError.
     """
+    for name, given in [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]:
+        if given.layout is not torch.strided:
+            why = f"{name} is a tensor of {given.layout}, and only those of torch.strided are supported"
+            raise ProgramError(f"{type(module).__name__}: {why}; pass its to_dense()")
     repeats = Repeats(module)
     try:
         with (
             on_global_tensors(module),
+            _of_whole_sequences(module),
             with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
@@ -83,15 +91,39 @@ def exported(
         return program, repeats.how, names
     except ProgramError:
         raise
-    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-        why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
-        raise ProgramError(f"{type(module).__name__}: {why}", _line_of(error)) from None
-    except Exception as error:  # torch.export raises errors of many kinds
-        why = " ".join(str(error).strip().partition("\n\n")[0].split())
-        why = f"torch.export: {why}; write other tensor ops, or pass example_inputs that the module takes"
-        raise ProgramError(f"{type(module).__name__}: {why}", _line_of(error)) from error
+    except Exception as error:
+        raise error_of_torch(type(module).__name__, error) from error
     finally:
         repeats.close()
+
+
+@contextmanager
+def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
+    """While it lasts, modules of transformers use scans and triangular solvers, of which not all that export have an op.
+
+    Otherwise they compute the elements of a sequence one by one.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch._higher_order_ops.associative_scan.associative_scan", associative_scan))
+        for name in {type(part).__module__ for part in module.modules()}:
+            if name.startswith("transformers.models.") and hasattr(sys.modules[name], "is_torchdynamo_exporting"):
+                stack.enter_context(patch.object(sys.modules[name], "is_torchdynamo_exporting", lambda: False))
+        yield
+
+
+def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    found = [one for given in (list(args), dict(kwargs)) for one in pytree.tree_flatten_with_path(given)[0]]
+    return [(f"example_inputs{pytree.keystr(path)}", leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def error_of_torch(name: str, error: Exception) -> ProgramError:
+    """The error of torch's tracing, which is of many kinds."""
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
+        why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
+        return ProgramError(f"{name}: {why}", _line_of(error))
+    why = " ".join(str(error).strip().partition("\n\n")[0].split())
+    why = f"torch.export: {why}; write other tensor ops, or pass example_inputs that the module takes"
+    return ProgramError(f"{name}: {why}", _line_of(error))
 
 
 def _line_of(error: Exception) -> Location | None:
@@ -152,7 +184,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
     """Ops that are decomposed before differentiation, as in torch. An op with a custom derivative is decomposed later: the derivative of
     decomposed softplus is NaN if exp(x) is infinite."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return {op: rule for op, rule in decompositions().items() if op in COMPOSED or op.has_kernel_for_dispatch_key(composite)}
+    composed = COMPOSED.keys() - linalg.DERIVED - special.DERIVED
+    return {op: rule for op, rule in decompositions().items() if op in composed or op.has_kernel_for_dispatch_key(composite)}
 
 
 @contextmanager

@@ -193,7 +193,7 @@ class Graph:
                 known[node] = node.target(*args, **kwargs)
         self.constants.update({node: value for node, value in known.items() if node not in buffers})
         if not self.is_derived_from:
-            self._expect_table()
+            expect_known(self.nodes)
         read = {argument for node in self.nodes for argument in node.all_input_nodes} | set(self.outputs)
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
@@ -218,19 +218,6 @@ class Graph:
                 name = self.names[argument] = named.setdefault(equal, unique_name(name_of(label), taken))
                 taken[name] = ""
                 self.bound[name] = value.contiguous()
-
-    def _expect_table(self) -> None:
-        """Raises ProgramError for all unsupported ops, before anything runs."""
-        missing = [node for node in self.nodes if not is_known(node)]
-        if missing:
-            counts = Counter(op_of(node) for node in missing)
-            first = {op_of(node): location(node) for node in reversed(missing)}
-            words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with its namespace
-            listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
-            names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
-            remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
-            remedy = remedy or "write them with other ops, or as an hw.kernel in a fusion"
-            raise refused(ProgramError(f"ops that are not supported: {listed}; {remedy}"), missing)
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
         """The type of a node's value, with these mesh axes."""
@@ -263,6 +250,20 @@ class Graph:
         """The type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
+
+
+def expect_known(nodes: Sequence[Node]) -> None:
+    """Raises ProgramError for all ops that are missing, before anything runs."""
+    missing = [node for node in nodes if not is_known(node)]
+    if missing:
+        counts = Counter(op_of(node) for node in missing)
+        first = {op_of(node): location(node) for node in reversed(missing)}
+        words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with its namespace
+        listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
+        names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
+        remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
+        remedy = remedy or "write them with other ops, or as an hw.kernel in a fusion"
+        raise refused(ProgramError(f"ops that are not supported: {listed}; {remedy}"), missing)
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:

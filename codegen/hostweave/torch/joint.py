@@ -23,12 +23,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
-from hostweave.torch.exported import decompositions
+from hostweave.torch.exported import decompositions, error_of_torch
 from hostweave.torch.graph import (
     ATTENTION,
     RESHARD,
     Graph,
     Origin,
+    expect_known,
     modules_of,
     name_of,
     name_of_constant,
@@ -275,15 +276,29 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     try:
         made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
         derivatives.write_out(made.graph)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise error_of_torch("training", error) from error
     finally:
         derivatives.close()
     if not any(differentiable):
         why = "no result depends on a tensor that requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
+    expect_known(_computed_of(made.graph))
     _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
+
+
+def _computed_of(graph: Any) -> list[Node]:
+    """The nodes that depend on what a graph takes; others are constants."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return [node for node in graph.nodes if node in found and node.op == "call_function"]
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:

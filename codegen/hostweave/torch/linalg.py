@@ -1,9 +1,10 @@
 """ATen's factorisations of matrices, written with other ops: one step per row, for matrices of up to 32 rows. See `composed`. Errors are
-reported like in torch's ops with `_ex`: `info` is the number of the first row that fails.
+reported like in torch's ops with `_ex`: `info` is the number of the first row that fails. Triangles of any size are inverted by blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,12 @@ def _rows(a: Any) -> Any:
     return torch.arange(a.shape[-2], device=a.device).unsqueeze(-1)
 
 
-def _for_small(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an op, which refuses larger and complex matrices."""
+def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
+    """The rule of an op, which refuses matrices with more rows, and complex matrices."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
-        fits = all(isinstance(size, int) and 0 < size <= _ROWS for one in given for size in one.shape[-2:])
+        fits = all(isinstance(size, int) and 0 < size <= rows for one in given for size in one.shape[-2:])
         return function(*args, **kwargs) if fits and not any(one.is_complex() for one in given) else NotImplemented
 
     return rule
@@ -41,14 +42,24 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """Solves a x = b, where a is triangular: subtracts each row of x from the following rows."""
-    n = a.shape[-1]
-    found: dict[int, Any] = {}
-    for i in range(n - 1, -1, -1) if upper else range(n):
-        row = b[..., i : i + 1, :]
-        found[i] = row if unit else row / a[..., i : i + 1, i : i + 1]
-        b = b - a[..., :, i : i + 1] * found[i]
-    return torch.cat([found[i] for i in range(n)], -2)
+    """Solves a x = b, where a is triangular."""
+    return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
+
+
+def _inverse(a: Any, unit: bool) -> Any:
+    """Inverts a lower triangle. Each step doubles the size of the blocks on the diagonal that are inverted.
+
+    The inverse of [[A, 0], [C, B]] has -B^-1 C A^-1 below A^-1.
+    """
+    n, rows = a.shape[-1], _rows(a)
+    columns = rows.mT
+    made: Any = torch.where(rows == columns, 1.0 if unit else 1 / a, 0.0).to(a.dtype)
+    size = 1
+    while size < n:
+        is_below = (rows // (2 * size) == columns // (2 * size)) & (rows // size > columns // size)
+        made = made - torch.matmul(torch.matmul(made, torch.where(is_below, a, 0.0)), made)
+        size *= 2
+    return made
 
 
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
@@ -210,12 +221,14 @@ def slogdet(a: Any) -> Any:
     return torch.sign(diagonal).prod(-1) * _sign(pivots), torch.log(diagonal.abs()).sum(-1), factors, pivots
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+_OF_TRIANGLES: dict[Any, Callable[..., Any]] = {
     aten.linalg_solve_triangular.default: solve_triangular,
     aten.triangular_solve.default: triangular_solve,
-    aten.linalg_cholesky_ex.default: cholesky_ex,
     aten.cholesky_solve.default: cholesky_solve,
     aten.cholesky_inverse.default: cholesky_inverse,
+}
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.linalg_cholesky_ex.default: cholesky_ex,
     aten.linalg_lu_factor_ex.default: lu_factor_ex,
     aten.linalg_lu.default: lu,
     aten.lu_unpack.default: lu_unpack,
@@ -225,4 +238,14 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-LINALG: dict[Any, Callable[..., Any]] = {op: _for_small(rule) for op, rule in _RULES.items()}
+# Ops whose derivatives torch knows; those of Cholesky's are symmetric.
+DERIVED = {
+    aten.linalg_cholesky_ex.default,
+    aten.cholesky_solve.default,
+    aten.cholesky_inverse.default,
+    aten.linalg_solve_triangular.default,
+}
+LINALG: dict[Any, Callable[..., Any]] = {
+    **{op: _for_small(rule) for op, rule in _RULES.items()},
+    **{op: _for_small(rule, math.inf) for op, rule in _OF_TRIANGLES.items()},
+}

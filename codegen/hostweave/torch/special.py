@@ -313,6 +313,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_ndtri": _ndtri,
     "special_erfcx": _erfcx,
 }
+# Ops whose derivatives torch knows.
+_WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special_ndtri special_erfcx"
+DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name).default: _in_float32(function) for name, function in _FUNCTIONS.items()},
     aten.polygamma.default: _rule_of_polygamma,

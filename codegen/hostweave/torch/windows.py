@@ -47,6 +47,11 @@ def _least(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
+def _divided(total: Any, count: Any) -> Any:
+    """An average, of ints without what is left over."""
+    return total / count if total.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
+
+
 def _average(count: int) -> Callable[..., Any]:
     def pool(
         x: Any,
@@ -63,7 +68,7 @@ def _average(count: int) -> Callable[..., Any]:
         wide = _padded(x, padding, behind, 0)
         total: Any = sum(seen(wide, at, sizes, stride, ones) for at in product(*map(range, kernel)))
         if divisor_override:
-            return total / divisor_override
+            return _divided(total, divisor_override)
         for dim, (size, k, s, p, n) in enumerate(zip(x.shape[-count:], kernel, stride, padding, sizes, strict=True)):
             begins = [i * s - p for i in range(n)]
             spans = [(begin, min(begin + k, size + p)) for begin in begins]
@@ -71,13 +76,13 @@ def _average(count: int) -> Callable[..., Any]:
                 spans = [(max(begin, 0), min(end, size)) for begin, end in spans]
             counts = [end - begin for begin, end in spans]
             if set(counts) == {counts[0]}:
-                total = total / counts[0]
+                total = _divided(total, counts[0])
             else:
                 places = torch.arange(n, device=x.device) * s - p
                 first, last = (
                     (places, (places + k).clamp(max=size + p)) if count_include_pad else (places.clamp(0), (places + k).clamp(max=size))
                 )
-                total = total / (last - first).to(x.dtype).view(-1, *[1] * (count - 1 - dim))
+                total = _divided(total, (last - first).to(x.dtype).view(-1, *[1] * (count - 1 - dim)))
         return total
 
     return pool

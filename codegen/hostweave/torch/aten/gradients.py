@@ -118,11 +118,18 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     many = product(number.type.shape)
     source = hw.reshape(spread, *whole.shape[:dim], str(many), *whole.shape[dim + 1 :]) if number.ndim != 1 else spread
     index = hw.reshape(number, *(str(many) if i == dim else 1 for i in range(whole.ndim)))
-    made = (hw.scatter_add if accumulate else hw.scatter)(whole, dim, index, source)
+    made = (_added if accumulate else hw.scatter)(whole, dim, index, source)
     if len(given) == 1:
         return made
     turned = hw.reshape(made, *(x.shape[i] for i in order))
     return turned if order == sorted(order) else hw.permute_dims(turned, tuple(order.index(i) for i in range(x.ndim)))
+
+
+def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
+    """Sums; of bools, if any of them is true."""
+    if x.dtype != hw.bool_:
+        return hw.scatter_add(x, dim, index, source)
+    return hw.scatter_add(hw.astype(x, hw.i64), dim, index, hw.astype(source, hw.i64)) != 0
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
@@ -130,11 +137,11 @@ def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
-    return hw.where(mask, x + value if accumulate else value, x)
+    return hw.where(mask, value if not accumulate else x | value if x.dtype == hw.bool_ else x + value, x)
 
 
 TABLE |= {
-    "scatter_add.default": lambda result, x, dim, index, source: _scattered(hw.scatter_add, x, dim, index, source),
+    "scatter_add.default": lambda result, x, dim, index, source: _scattered(_added, x, dim, index, source),
     "scatter.src": lambda result, x, dim, index, source: _scattered(hw.scatter, x, dim, index, source),
     "scatter.value": lambda result, x, dim, index, value: _scattered(
         hw.scatter, x, dim, index, full(Result((result.dtype,), (index.shape,), x), value)

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, full, refuse
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, dtype_of, full, number_of, refuse
 
 _SAME_NAME = """
 abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma
@@ -24,27 +24,35 @@ for _name in _SAME_NAME.split():
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
 _unary("square", lambda x: x * x)
-_unary("sign", lambda x: hw.where(x != x, 0, hw.sign(x)) if x.dtype.kind == "float" else hw.sign(x))
+
+
+def _sign(x: hw.Tensor) -> hw.Tensor:
+    if x.dtype == hw.bool_:
+        return x
+    return hw.where(x != x, 0, hw.sign(x)) if x.dtype.kind == "float" else hw.sign(x)
+
+
+_unary("sign", _sign)
 
 
 TABLE |= {
     "logical_not.default": lambda result, x: hw.logical_not(x if x.dtype == hw.bool_ else x != 0),
     "isnan.default": lambda result, x: x != x,
     "isinf.default": lambda result, x: hw.abs(x) == math.inf if x.dtype.kind == "float" else x != x,
-    "signbit.default": lambda result, x: hw.copysign(1.0, x) < 0 if x.dtype.kind == "float" else x < 0,
+    "signbit.default": lambda result, x: hw.copysign(1.0, x) < 0 if x.dtype.kind == "float" else x & ~x if x.dtype == hw.bool_ else x < 0,
     "gelu.default": lambda result, x, approximate="none": hw.gelu(x, approximate),
-    "clamp_min.default": lambda result, x, min: hw.clip(x, min=min),
-    "clamp_max.default": lambda result, x, max: hw.clip(x, max=max),
-    **dict.fromkeys(
-        ("clamp.default", "clamp.Tensor", "hardtanh.default"),
-        lambda result, x, min=None, max=None: hw.clip(x, cast(min, result.dtype), cast(max, result.dtype)),
+    **dict.fromkeys(("clamp_min.default", "clamp_min.Tensor"), lambda result, x, min: _clamped(result, x, min)),
+    **dict.fromkeys(("clamp_max.default", "clamp_max.Tensor"), lambda result, x, max: _clamped(result, x, None, max)),
+    **dict.fromkeys(("clamp.default", "clamp.Tensor"), lambda result, x, min=None, max=None: _clamped(result, x, min, max)),
+    "hardtanh.default": lambda result, x, min=-1, max=1: (
+        _clamped(result, x, min, max) if result.dtype.is_floating_point else _clamped(result, x, int(min), int(max))
     ),
     **dict.fromkeys(
         ("masked_fill.Scalar", "masked_fill.Tensor"),
         lambda result, x, mask, value: hw.where(mask, cast(value, result.dtype), x),
     ),
     **dict.fromkeys(
-        ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default"),
+        ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default", "prims.convert_element_type.default"),
         lambda result, x, *_, **__: cast(x, result.dtype) if result.dtypes else None,
     ),
     **dict.fromkeys(
@@ -78,10 +86,38 @@ for _name, _function in {
     **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
 }.items():
     _binary(_name, _function)
-for _name in ("maximum", "minimum", "atan2", "hypot"):
+for _name in ("atan2", "hypot"):
     _binary(_name, getattr(hw, _name), "default")
-_binary("fmax", lambda a, b: hw.where(a != a, b, hw.where(b != b, a, hw.maximum(a, b))), "default")
-_binary("fmin", lambda a, b: hw.where(a != a, b, hw.where(b != b, a, hw.minimum(a, b))), "default")
+
+
+def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
+    """The larger or the smaller one of two elements."""
+
+    def chosen(a: Any, b: Any) -> Any:
+        a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
+        if a.dtype == hw.bool_:
+            return of_bools(a, b)
+        made = of_numbers(a, b)
+        if skips_nan and a.dtype.kind == "float":
+            made = hw.where(a != a, b, made if not isinstance(b, hw.Tensor) else hw.where(b != b, a, made))
+        return made
+
+    return chosen
+
+
+for _skips, _names in ((False, ("maximum", "minimum")), (True, ("fmax", "fmin"))):
+    _binary(_names[0], _of_two(hw.maximum, operator.or_, _skips), "default")
+    _binary(_names[1], _of_two(hw.minimum, operator.and_, _skips), "default")
+
+
+def _clamped(result: Result, x: hw.Tensor, low: Any = None, high: Any = None) -> hw.Tensor:
+    x, low, high = (cast(one, result.dtype) for one in (x, low, high))
+    if x.dtype != hw.bool_:
+        return hw.clip(x, low, high)
+    x = x if low is None else x | low
+    return x if high is None else x & high
+
+
 _binary("rsub", lambda a, b: b - a)
 
 
@@ -146,7 +182,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def _logical(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
-    TABLE[f"{name}.default"] = lambda result, a, b: function(*(x if x.dtype == hw.bool_ else x != 0 for x in (a, b)))
+    def true(x: Any) -> Any:
+        return bool(x) if isinstance(x, Number) else x if x.dtype == hw.bool_ else x != 0
+
+    TABLE[f"{name}.default"] = lambda result, a, b: function(true(a), true(b))
 
 
 for _name in ("logical_and", "logical_or", "logical_xor"):
@@ -155,7 +194,8 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 
 @aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
-    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    dtype = dtype_of(result.dtype)
+    a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
     if not isinstance(condition, hw.Tensor):  # the condition is a constant of one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):

@@ -49,9 +49,13 @@ def _std(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | Non
     return hw.sqrt(_var(result, x, dim, correction, keepdim))
 
 
+def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
+    return hw.argmax(hw.astype(x, hw.u8) if x.dtype == hw.bool_ else x, dim, keepdim)
+
+
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
     """The position of the largest negated element. Ints are complemented instead, because negation may overflow."""
-    return hw.argmax(-x if x.dtype.kind == "float" else ~x, dim, keepdim)
+    return _argmax(result, -x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 
 TABLE |= {
@@ -63,13 +67,13 @@ TABLE |= {
         _std(result, x, dim, correction, keepdim),
         hw.mean(x, _dims(x, dim), keepdim),
     ),
-    "argmax.default": lambda result, x, dim=None, keepdim=False: hw.argmax(x, dim, keepdim),
-    "max.dim": lambda result, x, dim, keepdim=False: (hw.max(x, dim, keepdim), hw.argmax(x, dim, keepdim)),
+    "argmax.default": _argmax,
+    "max.dim": lambda result, x, dim, keepdim=False: (hw.max(x, dim, keepdim), _argmax(result, x, dim, keepdim)),
     "argmin.default": _argmin,
     "min.dim": lambda result, x, dim, keepdim=False: (hw.min(x, dim, keepdim), _argmin(result, x, dim, keepdim)),
     "cumsum.default": lambda result, x, dim, dtype=None: hw.cumsum(cast(x, result.dtype), dim),
     **dict.fromkeys(
-        ("softmax.int", "_softmax.default", "_safe_softmax.default"),
+        ("softmax.int", "_softmax.default"),
         lambda result, x, dim, _=None, dtype=None: hw.softmax(cast(x, result.dtype), dim),
     ),
     **dict.fromkeys(
@@ -77,6 +81,13 @@ TABLE |= {
         lambda result, x, dim, _=None, dtype=None: hw.log_softmax(cast(x, result.dtype), dim),
     ),
 }
+
+
+@aten("_safe_softmax.default")
+def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
+    """Zeros for rows in which all is -inf."""
+    x = cast(x, result.dtype)
+    return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
 
 
 def _norm(function: Callable[..., hw.Tensor], x: hw.Tensor, shape: Sequence[int], *scales: hw.Tensor | None, eps: float) -> hw.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, full, refuse
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, full, number_of, refuse
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
@@ -15,7 +15,10 @@ TABLE |= {
         lambda result, *arguments, **_: full(result, arguments[-1]),
     ),
     **dict.fromkeys(
-        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default", "empty.memory_format", "empty_permuted.default"),
+        (
+            *("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default", "empty.memory_format"),
+            *("empty_permuted.default", "empty_strided.default", "new_empty_strided.default"),
+        ),
         lambda result, *_, **__: full(result, 0),
     ),
     **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda result, *_, **__: full(result, 1)),
@@ -71,7 +74,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
             of = slice(max(0, -before), None if after >= 0 else after)
             x = x[(*(slice(None) for _ in range(x.ndim - 1 - dim)), of)]
     widths = [max(0, width) for width in pad]
-    return hw.pad(x, widths, value=value if result.dtype.is_floating_point else int(value)) if any(widths) else x
+    return hw.pad(x, widths, value=number_of(x.dtype, value)) if any(widths) else x
 
 
 def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:

@@ -123,12 +123,17 @@ def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
 
+def number_of(dtype: DType, value: Number) -> Number:
+    """A number as an element of a dtype."""
+    return float(value) if dtype.kind == "float" else bool(value) if dtype.kind == "bool" else int(value)
+
+
 def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
     """A tensor whose elements are all one value."""
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
-    number = float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value)
+    number = number_of(dtype, value)
     if result.trace.type.mesh is None:
         return hw.full(shape, number, dtype)
     return record("fill", target=TensorType(dtype, tuple(map(Dim.of, shape))), beside=result.trace, written="full", value=number)
