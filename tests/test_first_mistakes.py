@@ -54,7 +54,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "size - 2": (lambda x: x.shape[0] - 2, {}, "write '(M - 2)'"),
     "size // 2": (lambda x: x.shape[0] // 2, {}, "write 'M/2'"),
     "size * 0.5": (lambda x: x.shape[0] * 0.5, {}, "write sizes as text, such as '2*M' and 'M/2'"),
-    "x / size": (lambda x: x / x.shape[0], {}, "divide: 'M' is a size that is known only at a call, and no number; use hw.mean for a mean"),
+    "x / size": (lambda x: x / x.shape[0], {}, "divide: 'M' is a size that is known only at a call, not a number; use hw.mean for a mean"),
     "float": (lambda x: float(x), {}, "float: the values of f32[M@x, K] are not known while a fusion is traced; compute with the tensor"),
     "int": (lambda x: int(x), {}, "int: the values of f32[M@x, K] are not known"),
     "range": (lambda x: range(x), {}, "the values of f32[M@x, K] are not known"),
@@ -75,10 +75,10 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "ids": (
         lambda x, ids: x[ids],
         {"ids": hw.i32["L"]},
-        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers use hw.take(x, ids, 0)",
+        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; to select rows by a tensor of indices, use hw.take(x, ids, 0)",
     ),
     "mask": (lambda x: x[x > 0], {}, "choose by values with hw.where(condition, x, 0)"),
-    "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for parts that are known now"),
+    "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for known indices"),
     "no file": (
         lambda x: hw.kernel("nothing.cu", "f", 1, [x]),
         {},

@@ -169,7 +169,7 @@ RULES = {
     "reductions of one collective": (
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce max %x -> %y on x\n}",
         "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: all_reduce max %x -> %y on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -177,7 +177,7 @@ RULES = {
         "%x_0 = select %x[0: 0]\n%y_0 = select %y[0: 0]\ncopy %x -> %y\n"
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce sum %x_0 -> %y_0 on x\n}",
         "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -185,14 +185,14 @@ RULES = {
         "%b = allocate f32[2, N]\nif rank.x == 0 {\nall_reduce sum %x -> %y on x\n}\nbroadcast %x -> %b from 0 on x\n"
         "if rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
         "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: broadcast %x -> %b from 0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "roots of one broadcast": (
         "broadcast %x -> %y from rank.x on x",
         "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -205,7 +205,7 @@ RULES = {
         "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\ncollective_permute %b -> %y from [1, none] on x\n} else {\n"
         "collective_permute %b -> %y from [none, 0] on x\n}",
         "text:5: rank 0, the caller's stream: collective_permute %b -> %y from [1, none] on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: collective_permute %b -> %y from [none, 0] on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -281,7 +281,7 @@ def test_shards_that_differ_in_size_are_not_exchanged() -> None:
         check(host_text.parse(UNEVEN + "collective_permute %x -> %y from [1, 2, 0] on x\n}\n"), {"M": 5})
     text = "collective_permute %x -> %y from [1, 2, 0] on x"
     assert str(caught.value) == (
-        f"text:2: rank 2, the caller's stream: {text}: sends 2 elements to rank 1, and there 4 are to arrive, "
+        f"text:2: rank 2, the caller's stream: {text}: sends 2 elements to rank 1, which expects 4, "
         f"rank 1, the caller's stream: {text}: make them equal"
     )
     check(host_text.parse(UNEVEN + "collective_permute %x -> %y from [1, 0, 2] on x\n}\n"), {"M": 5})

@@ -131,17 +131,17 @@ CHECKED = {
     ),
     "two streams": (
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
-        "may be at the same time, and signals are counted; add record/wait or put both on one stream",
+        "can occur at the same time, and signals are counted; add record/wait or put both on one stream",
     ),
     "a wait beside its own signal": (  # in a graph, both ranks may start with the wait
         on_two_streams(given(0), awaited(0)),
-        "may be at the same time, and signals are counted; add record/wait or put both on one stream",
+        "can occur at the same time, and signals are counted; add record/wait or put both on one stream",
     ),
     "two signals before a wait": (
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
-        "is given again before rank 1 has waited for the one before, which waits for ever in a CUDA graph; "
+        "is given again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
         "add that wait before it, or use another number",
     ),
     "a wait too many": (

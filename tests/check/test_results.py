@@ -94,7 +94,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], with_zeros))
     first = r"where %y \(test_results.py:\d+\) is the first value that differs"
-    with pytest.raises(ProgramError, match=f"first so after the pass fold_conditions, {first}: this is a bug of the compiler"):
+    with pytest.raises(ProgramError, match=f"the first wrong pass is fold_conditions, {first}: this is a bug of the compiler"):
         hw.compile(gathered)
 
 
@@ -123,7 +123,7 @@ def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.Mo
         return map_functions(original(fusion, options), lambda body: replace(body, body=tuple(map(more, body.ops))))
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:wrong], scaled_more, *pipeline.PASSES[wrong + 1 :]))
-    with pytest.raises(ProgramError, match=r"after the pass \w+, where %scaled \(test_results.py:\d+\) is the first value"):
+    with pytest.raises(ProgramError, match=r"the first wrong pass is \w+, where %scaled \(test_results.py:\d+\) is the first value"):
         hw.compile(model)
 
 

@@ -272,7 +272,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%a: f32[M] = call @b(%x)\n  %y: f32[M] = output @b(%a, index=1)"): (
         ProgramError,
-        "text:7: output: @b has no further result 1; with that of the call it has 1",
+        "text:7: output: @b has no result 1; it returns 1",
     ),
     calling("%a: f32[M] = negative(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,

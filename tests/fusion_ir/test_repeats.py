@@ -139,7 +139,7 @@ def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
         ("returned=(0,)", "returned=(2,)", "number each of them once"),
         ("each=(1,), ", "", "only the mesh axes may differ"),
         ("carried=(0,), ", "", "give as many of both"),
-        ("index=2", "index=6", "has no further result 6"),
+        ("index=2", "index=6", "has no result 6"),
         ("return %h, %s as", "%t: f32[depth, E, E] = negative(%w)\n  return %t, %s as", "%w is a group"),
         ("%k as", "%k, %s as", "returns one tensor twice"),
     ],

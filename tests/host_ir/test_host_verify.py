@@ -32,7 +32,7 @@ BODIES = {
         "text:2: @t: all_to_all %x along 0 -> %y on x: only one buffer has `along`: write it for both, or for none"
     ),
     "%b = allocate f32[6, 4]\nall_to_all %x along 1 -> %b along 0 on x": (
-        "text:3: @t: all_to_all %x along 1 -> %b along 0 on x: of %x this rank sends itself M elements, and 12 are to arrive in %b"
+        "text:3: @t: all_to_all %x along 1 -> %b along 0 on x: this rank sends itself M elements of %x, but receives 12 in %b"
     ),
     "pack %x -> %y in [2 of M, 1 of 4]": (
         "text:2: @t: pack %x -> %y in [2 of M, 1 of 4]: %x is f32[M/2, 4], of 2*M elements, but the blocks have 4*M: make them equal"

@@ -191,7 +191,7 @@ def test_not_chosen_where_it_loses() -> None:
     uneven = lower(context_parallel(2), Options(sizes={"S": 2**14 - 1})).choices
     assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
     text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
-    assert "%v_gathered = all_gather of %v: as %k_gathered, with which it would travel in a loop" in text
+    assert "%v_gathered = all_gather of %v: as %k_gathered, which would be in the same loop" in text
     slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("peer", "here").without("one_sided", "here"))).choices
     assert [choice.taken.name for choice in slow] == ["none"]
 

@@ -85,7 +85,7 @@ CASES = {
     "roots": (
         ROOTS,
         "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
-        "and meets another one, "
+        "and meets a different collective, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
         "roots: mismatch: the roots differ: 0 and 1\n"

@@ -554,7 +554,7 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
     "none fits": (
         ("x",),
         lambda x, y: hw.sum(x + y, 0),
-        "no result of f32\\[M, N\\] that another input does not take is computed from x; return",
+        "no result of f32\\[M, N\\], apart from those that other inputs take, is computed from x; return",
     ),
     "not computed from it": (("x",), lambda x, y: (hw.exp(y), hw.sum(x)), "is computed from x; return one, or leave x out of donate"),
     "several": (

@@ -123,13 +123,13 @@ def _hook(module: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attribute": (lambda m: setattr(m, "scale", 3.0), "scale is 3.0, and was 2.0 at compile"),
-    "flag of the class": (lambda m: setattr(m, "flag", True), "flag is another than at compile"),
-    "deleted": (lambda m: delattr(m, "scale"), "scale is another than at compile"),
+    "flag of the class": (lambda m: setattr(m, "flag", True), "flag was changed after compile"),
+    "deleted": (lambda m: delattr(m, "scale"), "scale was changed after compile"),
     "hook": (_hook, "linear has other hooks than at compile"),
-    "forward": (_forward, "linear.forward is another than at compile"),
-    "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads is another"),
-    "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads is another"),
-    "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config is another than at compile"),
+    "forward": (_forward, "linear.forward was changed after compile"),
+    "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads was changed after compile"),
+    "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads was changed after compile"),
+    "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config was changed after compile"),
     "mode of a part": (lambda m: m.dropout.train(), "dropout.training is True, and was False at compile"),
 }
 

@@ -223,7 +223,7 @@ def test_state_from_before() -> None:
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(ProgramError, match="the first step of SGD uses other ops than later steps; run one step before"):
+    with pytest.raises(ProgramError, match="the first step of SGD uses different ops from later steps; run one step before"):
         compiled(module, optimizer)
     module(torch.randn(4, 8)).backward()
     optimizer.step()
@@ -297,7 +297,7 @@ def test_a_step_that_becomes_another() -> None:
     step, x = compiled(module, optimizer), torch.randn(4, 8)
     for _ in range(5):
         step(x)
-    with pytest.raises(ArgumentError, match="this step of RAdam uses other ops than earlier steps; compile it again"):
+    with pytest.raises(ArgumentError, match="this step of RAdam uses different ops from earlier steps; compile it again"):
         step(x)
     want = copy.deepcopy(module)
     theirs = torch.optim.RAdam(want.parameters())

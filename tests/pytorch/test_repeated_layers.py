@@ -139,7 +139,7 @@ class Nested(nn.Module):
 
 def test_layers_that_could_read_anything_or_keep_a_state_are_apart() -> None:
     expect(of(2.0, 2.0, kind=Named), "", "number is another")
-    expect(of(2.0, 2.0, kind=Counting), "no other like it: it writes its attribute calls", "no other like it")
+    expect(of(2.0, 2.0, kind=Counting), "traced separately: it writes its attribute calls", "traced separately")
     shared = of(2.0, 2.0, 2.0, kind=Shared)
     shared.call = lambda layer, n, x: (setattr(Shared.config, "gain", n // 2), layer(x))[1]
     expect(shared, "", "0", "config is another")

@@ -205,7 +205,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "frozen": (frozen, "Layer: down.weight has requires_grad=False, but had True at compile; compile it again"),
     "replaced": (
         replaced,
-        "Layer: (up|down).weight is another tensor than at compile; compile again, or use copy_ on the original tensor",
+        "Layer: (up|down).weight was replaced after compile; compile again, or use copy_ on the original tensor",
     ),
     "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),

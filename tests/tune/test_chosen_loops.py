@@ -136,9 +136,9 @@ def test_explain_says_what_a_faster_way_would_gain() -> None:
     assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, and this way was stated", stated)
 
     ways = (Way("none", 0, 100.0), Way("put", 1, 96.0))
-    assert "; put(1) would gain 4.0 us, and at least 5.0 us are wanted" in times_of(Choice("h", "layer", ways))
+    assert "; put(1) would gain 4.0 us, but at least 5.0 us are needed" in times_of(Choice("h", "layer", ways))
     ways = (Way("none", 0, 1000.0), Way("put", 1, 960.0))
-    assert "; put(1) would gain 40.0 us, and at least 50.0 us are wanted" in times_of(Choice("h", "layer", ways))
+    assert "; put(1) would gain 40.0 us, but at least 50.0 us are needed" in times_of(Choice("h", "layer", ways))
     assert "gain" not in times_of(Choice("h", "layer", ways[::-1]))
 
 
@@ -169,7 +169,10 @@ def test_explain_why_not() -> None:
     def alone(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(hw.exp(x), "M", "K")
 
-    why = "no adjacent matmul gathers .*, and no attention .* as keys; other ops could hide 0.0 us of its .* us, and 10 us are wanted"
+    why = (
+        "no adjacent matmul gathers .*, and no attention .* as keys; "
+        "other ops could hide 0.0 us of its .* us, but at least 10 us are needed"
+    )
     assert re.search(f"in sequence: {why}", hw.compile(alone).explain())
     with pytest.raises(ProgramError, match="was compiled from host IR, so there are no choices to explain; see host_ir"):
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()

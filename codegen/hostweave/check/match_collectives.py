@@ -111,7 +111,7 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
     for part in there[1:]:
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
-            raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
+            raise _fault(program, first, f"is collective {number} of its process group, and meets a different collective", remedy, part)
     meeting = MatchedCollective(tuple(there))
     if _may_differ(first):
         number_of = {part: number for number, part in enumerate(there)}
@@ -120,7 +120,7 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
             for source in meeting.sources(part):
                 sent, taken = all_sent[number_of[source]][numbered], all_taken[numbered][number_of[source]]
                 if sent != taken:
-                    differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
+                    differ = f"sends {sent} elements to rank {part.rank}, which expects {taken}"
                     raise _fault(program, source, differ, "make them equal", part)
     return meeting
 
@@ -190,7 +190,7 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
     stuck = [operations[place] for place, operations in zip(places, instances.ranks, strict=True) if place < len(operations)]
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
-            why = f"is given again before rank {part.peer} has waited for the one before, which waits for ever in a CUDA graph"
+            why = f"is given again before rank {part.peer} has waited for the previous one, so that a CUDA graph waits forever"
             raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another number", part.instruction)
     if stuck:
         first = stuck[0]

@@ -241,7 +241,7 @@ def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
     order = order if isinstance(have, Zigzag) else inverse(order)
     if isinstance(have, Zigzag) == isinstance(want, Zigzag) or op[SOURCES] != order:
         why = f"sources={op[SOURCES]} do not take {source} to {op.result.type}"
-        raise ProgramError(f"renumber: {why}; between zigzag and the order of the ranks they are {order}", op.location)
+        raise ProgramError(f"renumber: {why}; a change to or from zigzag needs {order}", op.location)
 
 
 def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:

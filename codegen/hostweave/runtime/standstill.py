@@ -18,7 +18,7 @@ from hostweave.runtime.lines import with_users_lines
 
 _OTHER_EDGES = {
     "call_before": "waits for the call before",
-    "unknown": "or a line behind it is not done: streams of a graph do not say, unless HOSTWEAVE_GRAPH_PROGRESS=1",
+    "unknown": "or a later line is not done: graphs report their progress only with HOSTWEAVE_GRAPH_PROGRESS=1",
     "none": "is not done",
 }
 _MOST_CHARACTERS = 48  # characters of a call with all its arguments

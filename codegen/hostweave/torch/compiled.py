@@ -33,9 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def not_traced(call: F) -> F:
     """Makes torch.compile run a function eagerly."""
-    why = (
-        "a module that hostweave compiled is no graph of torch's; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
-    )
+    why = "torch cannot trace a module that hostweave compiled; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
     return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -287,7 +285,7 @@ class CompiledModule(Delegating):
         """
         arrays, group = self._checked(args, kwargs), self._group()
         if group is None:
-            why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
+            why = "without a group all ranks run in this process on copies of the arguments, which cannot be captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
         if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
@@ -430,15 +428,13 @@ class CompiledModule(Delegating):
     def _expect_unchanged(self) -> None:
         for modules, name, part in self._parts:
             if modules.get(name) is not part:
-                raise ArgumentError(f"{self._name}: {name} is another module than at compile; compile it again")
+                raise ArgumentError(f"{self._name}: {name} was replaced after compile; compile it again")
         for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
             if tensors.get(key) is not tensor:
                 path = path_in(self._module, tensors, key)
-                raise ArgumentError(
-                    f"{self._name}: {path} is another tensor than at compile; compile again, or use copy_ on the original tensor"
-                )
+                raise ArgumentError(f"{self._name}: {path} was replaced after compile; compile again, or use copy_ on the original tensor")
             if memory_of(tensor) != memory:
-                why = f"{path_in(self._module, tensors, key)} lies in other memory than at compile, as after .to() or a write to .data"
+                why = f"{path_in(self._module, tensors, key)} was moved in memory after compile, as by .to() or a write to .data"
                 raise ArgumentError(f"{self._name}: {why}; compile again, or use copy_ on the original tensor")
         if changed := self._folded.changed():
             why = f"{changed} has changed, but the program holds values that were computed from it at compile"

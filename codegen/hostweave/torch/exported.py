@@ -197,7 +197,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
     def refused(what: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
-            why = f"{what} is not compiled, and gradients would be others"
+            why = f"{what} is not compiled, so gradients would be wrong"
             raise ProgramError(f"{why}; express it with tensors and detach()", Location.of_caller(_TORCH))
 
         return call

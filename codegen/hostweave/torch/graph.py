@@ -272,15 +272,15 @@ def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
     return error
 
 
-_BY_MASK = "how many elements are true is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"
-_VALUES = "how many values differ is known only at a call: count those of a range by torch.histc"
+_BY_MASK = "the number of true elements is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"
+_VALUES = "the number of different values is known only at a call: count those of a range by torch.histc"
 _RANDOM = "draw random numbers outside, and make them an input"
 COMPLEX = "compute with real and imaginary parts"
 _INSTEAD = {
     **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
     **dict.fromkeys(("rand", "randn", "bernoulli", "randn_like", "rand_like", "randint_like", "multinomial"), _RANDOM),
-    "as_strided": "it reads memory beside its tensor: use slices, or unfold",
+    "as_strided": "it reads memory outside of its tensor: use slices, or unfold",
 }
 
 

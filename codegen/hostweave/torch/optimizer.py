@@ -445,7 +445,7 @@ class RecordedStep:
         if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
             return dict.fromkeys(self.entries, 0)
         name = type(self._optimizer).__name__
-        raise ProgramError(f"optimizer: the first step of {name} uses other ops than later steps; run one step before compile")
+        raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
         """Steps in which one scheduled option is slightly changed, for options that the code accepts so."""
@@ -486,7 +486,7 @@ class RecordedStep:
             raise ArgumentError(f"{name}: {self._changed() or error}") from error
         fixed = [[value for at, value in enumerate(one.numbers) if at not in self.changing] for one in (step, self.step)]
         if step.words != self._words or fixed[0] != fixed[1]:
-            why = self._changed() or f"this step of {type(self._optimizer).__name__} uses other ops than earlier steps"
+            why = self._changed() or f"this step of {type(self._optimizer).__name__} uses different ops from earlier steps"
             raise ArgumentError(f"{name}: {why}; compile it again")
         return step
 

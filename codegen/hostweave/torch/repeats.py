@@ -123,8 +123,8 @@ class Repeats:
         results, made_spec = _flat(made)
         described = _call_of(results, made_spec)
         if written or described is None:
-            why = f"it writes its attribute {written[0]}" if written else "it returns what is neither a tensor nor a number"
-            self.how[path] = f"traced, and no other like it: {why}"
+            why = f"it writes its attribute {written[0]}" if written else "it returns an object that is neither a tensor nor a number"
+            self.how[path] = f"traced separately: {why}"
             return made
         tensors = _tensors(results)
         results_of[number] = [laid_out(one) for one in tensors]
@@ -222,7 +222,7 @@ def _structure(layer: nn.Module) -> object:
 def _difference(first: _First, layer: nn.Module, structure: object, call: object) -> str:
     """Difference between a layer and a traced one; "" if they compute the same."""
     if structure != first.structure:
-        return "its structure is another"
+        return "its structure differs"
     if call != first.call:
         return "it is called with other arguments"
     for path, reads in first.reads.items():

@@ -57,15 +57,15 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     for place, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
-            yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, with which it would travel in a loop"
+            yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, which would be in the same loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, place, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
-                how = f"up to {most} bytes in the kernel that uses it, whose ranks send each other their terms; of more bytes {how}"
+                how = f"up to {most} bytes in the kernel that uses it, which exchanges the terms; larger ones {how}"
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
-            joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
+            joined = ", of the keys on each rank; their results are joined by log-sum-exps" if op[KEY_BLOCKS] else ""
             if op.result.stream:
                 joined = f", to the keys of {op[KEY_BLOCKS]} ranks as they come, joined by log-sum-exps"
             is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
@@ -91,7 +91,7 @@ def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
     could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
     if body.ops[place].result.is_async or could >= HIDDEN_SECONDS:
         return ""
-    return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, and {1e6 * HIDDEN_SECONDS:.0f} us are wanted"
+    return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, but at least {1e6 * HIDDEN_SECONDS:.0f} us are needed"
 
 
 def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
@@ -123,7 +123,7 @@ def times_of(choice: Choice) -> str:
 def _too_little(choice: Choice, gain: float) -> str:
     """Reason why a faster algorithm was not chosen: it gains too little, or another one was stated."""
     is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
-    return f", and at least {wanted:.1f} us are wanted" if is_by_gain else ", and this way was stated"
+    return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", and this way was stated"
 
 
 def _loop(way: Way, options: Options) -> str:

@@ -294,7 +294,7 @@ def refused(inputs: str, ops: str) -> Any:
 def test_a_block_of_a_sharded_dim_is_not_there() -> None:
     assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = negative(%x)") == (
         "text:2: stream of %y: chunking='by_shard' is not possible, "
-        "a rank holds one block alone of f32[M@x, K]; use chunking='across_shards'"
+        "a rank holds only one block of f32[M@x, K]; use chunking='across_shards'"
     )
 
 

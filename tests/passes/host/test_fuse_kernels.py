@@ -379,7 +379,7 @@ ENDS = {
     "overwritten": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
         "copy %x -> %k\nlaunch @negative_h %k -> %h\ncopy %x -> %k\nlaunch @multiply_y %h, %x -> %y",
-        "what %h is computed from is overwritten",
+        "an operand of %h is overwritten",
     ),
     "columns": (
         "%m = allocate f32[N]\nlaunch @max_columns %x -> %m\nlaunch @subtract_column %x, %m -> %y",

@@ -211,7 +211,7 @@ class Results:
         output = [p.name for p in self.program.outputs].index(found.output)
         op = values.get(self.fusion.outputs[output])
         after, first = first_wrong_stage(self.fusion, self.stages(), found) if self.stages else ("", None)
-        where = f"; it is first so after the pass {after}" if after else ""
+        where = f"; the first wrong pass is {after}" if after else ""
         if first:
             line = f" ({first.location})" if first.location else ""
             where += f", where %{first.result.name}{line} is the first value that differs"

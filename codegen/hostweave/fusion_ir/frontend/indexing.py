@@ -58,8 +58,8 @@ def _instead_of(key: Any) -> str:
     if kind == "bool":
         return "choose by values with hw.where(condition, x, 0)"
     if kind and hasattr(key, "type"):
-        return "for rows of x that a tensor numbers use hw.take(x, ids, 0)"
-    return "use hw.concat([x[i], ...]) for parts that are known now"
+        return "to select rows by a tensor of indices, use hw.take(x, ids, 0)"
+    return "use hw.concat([x[i], ...]) for known indices"
 
 
 def _selected(x: Tensor, axis: int, index: int) -> Tensor:

@@ -68,7 +68,7 @@ def record(
         if not isinstance(operand, int | float) and not hasattr(operand, "_trace"):
             why = "neither a tensor of this fusion nor a Python number; make it an input"
             if isinstance(operand, SizeName):
-                why = "a size that is known only at a call, and no number; use hw.mean for a mean, or make the number an input"
+                why = "a size that is known only at a call, not a number; use hw.mean for a mean, or make the number an input"
             raise ProgramError(f"{kind}: {operand!r} is {why}", location)
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
     if not known and not operands and target is not None:

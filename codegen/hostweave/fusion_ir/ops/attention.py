@@ -294,7 +294,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
     if query.dtype.name not in DTYPES:
         return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
-        return "it has more leading dims than one"
+        return "it has more than one leading dim"
     heads = query.shape[-1], value.shape[-1]
     step = 1 if query.dtype == f32 else 8  # cuDNN supports f16 and bf16, and reads 16 bytes at once
     if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):

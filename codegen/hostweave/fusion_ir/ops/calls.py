@@ -117,7 +117,7 @@ def _output(types: Types, op: Op) -> TensorType:
         index, most = op[INDEX], len(op.callee.outputs)
         most += len(op.callee.inputs) + most if op[DEPTH] != Size(0) else 0
         if not 0 < index < most:
-            raise Mismatch(f"@{op.callee.name} has no further result {index}; with that of the call it has {most}")
+            raise Mismatch(f"@{op.callee.name} has no result {index}; it returns {most}")
         return unsharded(result_type(op, index))
     return unsharded(op.result.type)
 

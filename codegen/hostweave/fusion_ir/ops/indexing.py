@@ -36,7 +36,7 @@ def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
 def _rows(rows: TensorType, size: Size | None = None) -> Size:
     """Size of an indexed dim. Checks that `rows` numbers its indices."""
     if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
-        raise Mismatch(f"{rows} does not number the {'indices of a dim' if size is None else size} as i64; use iota")
+        raise Mismatch(f"{rows} are not the {'indices of a dim' if size is None else size} as i64; use iota")
     return rows.shape[0]
 
 
@@ -272,7 +272,7 @@ def _written(types: Types, op: Op) -> IndexMap:
 
 
 OPS["dynamic_update_slice"] = OpDef(
-    None, _update, _written, _updated, (ORDER,), updates=True, whole="written where numbers say", makes="updated"
+    None, _update, _written, _updated, (ORDER,), updates=True, whole="written at positions from a tensor", makes="updated"
 )
 
 # --- ops on whole rows ------------------------------------------------------------------------------------------------

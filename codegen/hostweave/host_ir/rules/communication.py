@@ -76,7 +76,7 @@ def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
     if i.sent_along is not None and i.received_along is not None:
         sent, received = _own_block(c, i, i.src, i.sent_along), _own_block(c, i, i.dst, i.received_along)
         if sent != received:
-            c.fail(f"of %{i.src} this rank sends itself {sent} elements, and {received} are to arrive in %{i.dst}")
+            c.fail(f"this rank sends itself {sent} elements of %{i.src}, but receives {received} in %{i.dst}")
         return
     if i.is_shared:
         c.fail("only one buffer has `along`: write it for both, or for none")

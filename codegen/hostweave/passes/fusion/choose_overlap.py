@@ -268,7 +268,7 @@ class _Choice:
         both loops fuse. Otherwise slices in order."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
-                why = f"a rank holds one block alone of {root.result.type}"
+                why = f"a rank holds only one block of {root.result.type}"
                 raise ProgramError(
                     f"stream of %{root.result.name}: chunking='by_shard' is not possible, {why}; use chunking='across_shards'",
                     root.location,

@@ -250,7 +250,7 @@ class Links:
             return f"parts of %{result} are used"
         read, written = {self.root(src) for src in first.srcs}, {self.root(dst) for dst in kept}
         if any(read & self.roots(i, "write") for i in (*self.between(producer, consumer, read), last)):
-            return f"what %{result} is computed from is overwritten"
+            return f"an operand of %{result} is overwritten"
         signals = bisect_left(self._signals, producer.number) < bisect_left(self._signals, consumer.number)
         if signals and (kept or self._is_written_after(producer, read)):
             return f"other streams go on before %{result} is used"

@@ -110,7 +110,7 @@ class RepeatLowering:
         wanted = name or f"{op.result.name}_{pair[1]}"
         if all_given := used.get(results + len(function.inputs) + pair[1], ""):
             if kept or self.is_updated(function, *pair):
-                why = f"@{function.name} is repeated, and all that its calls take and give of {wanted} is used"
+                why = f"@{function.name} is repeated, and each tensor of {wanted} that its calls take or return is used"
                 raise ProgramError(f"{why}; return one of them only", op.location)
             return _Carried(wanted, source, (self.buffers.buffer_of(all_given),), keeps="given", is_copied=False)
         if kept:
