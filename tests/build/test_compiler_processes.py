@@ -85,7 +85,7 @@ def test_doctor_waits_for_no_compiler_that_hangs(empty_cache: Path, tmp_path: Pa
 
 
 def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
-    """The server keeps the output open, as one that a compiler cache starts."""
+    """The server keeps the output open, like the server of a compiler cache."""
     leaves = "sleep 60 & echo $! > server; echo said; exit 3"
     begin = time.monotonic()
     assert run(["/bin/sh", "-c", leaves], tmp_path) == (3, "said\n")

@@ -354,7 +354,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
     random = np.random.default_rng(5)
     x, y, z = (random.standard_normal(shape).astype(dtype) for dtype in (ml_dtypes.bfloat16, np.float32, np.float64))
     bias = random.standard_normal(shape[1]).astype(x.dtype)
-    scale = (2.0 ** random.integers(-2, 3, (shape[0], 1))).astype(np.float32)  # by which a GPU divides exactly, too
+    scale = (2.0 ** random.integers(-2, 3, (shape[0], 1))).astype(np.float32)  # a GPU divides by powers of 2 exactly
     program = hw.compile(results, target)
     found = program.run(x=x, y=y, z=z, bias=bias, scale=scale)
     program.close()

@@ -90,7 +90,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         return None
 
 
-# Ops whose places of equal elements have no order, with the number of the argument that is the dim.
+# Ops that may return any place among equal elements, with the number of their argument that is the dim.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

@@ -210,7 +210,7 @@ def matrices(y: Any) -> Any:
 
 
 def decayed(y: Any) -> Any:
-    """A sum in which each step forgets a part of what was before, as in models of states."""
+    """A sum in which each step scales the sum so far, as in state space models."""
 
     def joined(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]

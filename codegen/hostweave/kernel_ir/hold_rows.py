@@ -27,7 +27,7 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # maximum number of threads that share a row of known length
-MANY_THREADS = 1024  # the same if they hold computed values, which need more registers than inputs of 16 bits
+MANY_THREADS = 1024  # the same for rows of computed values, which need more registers than inputs of 16 bits
 LANES = (1, 2, 4, 8, 16, 32)  # threads that share a short row, so that a warp has several rows
 LINE = 8  # threads that read 128 bytes together: the preferred minimum
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first that divides it

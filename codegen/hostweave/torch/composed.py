@@ -147,7 +147,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it lasts, ops of other than the same elements of tensors with so many dims raise ProgramError."""
+    """In this mode only elementwise ops on tensors with this number of dims are allowed; others raise ProgramError."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's function of this name, of a dim whose size may be known only at a call, up to a largest one."""
+    """torch's function of this name for a dim whose size may be known only at a call, up to a maximum."""
     leaves, spec = pytree.tree_flatten(xs)
     dim_count = leaves[0].ndim
     dim = dim % dim_count
@@ -277,7 +277,7 @@ def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch
     dim = dim % x.ndim
     own = x[tuple(slice(None) if i == dim else slice(size) for i, size in enumerate(index.shape))]
     source = source[tuple(map(slice, index.shape))]
-    if x.dtype == torch.bool:  # which torch reduces as numbers
+    if x.dtype == torch.bool:  # torch reduces bools as numbers
         wide = scatter_reduce(x.to(torch.int64), dim, index, source.to(torch.int64), reduce, include_self)
         return wide != 0
     own, index, source = (t.movedim(dim, -1) for t in (own, index, source))

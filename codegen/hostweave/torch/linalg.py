@@ -238,7 +238,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops whose derivatives torch knows; those of Cholesky's are symmetric.
+# Ops whose derivatives torch knows. The gradients of Cholesky ops are symmetric.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

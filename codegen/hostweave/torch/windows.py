@@ -48,7 +48,7 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def _divided(total: Any, count: Any) -> Any:
-    """An average, of ints without what is left over."""
+    """An average. Averages of ints are rounded towards 0."""
     return total / count if total.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
 
 

@@ -85,7 +85,7 @@ TABLE |= {
 
 @aten("_safe_softmax.default")
 def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    """Zeros for rows in which all is -inf."""
+    """Replaces rows of -inf by zeros."""
     x = cast(x, result.dtype)
     return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
 
