@@ -8,7 +8,7 @@ import re
 from collections import ChainMap, Counter
 from collections.abc import Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -217,6 +217,12 @@ class Joint:
         return origins
 
 
+@cache
+def _decompositions() -> dict[Any, Any]:
+    """Torch's decompositions and those of this package. Torch looks at every op of C++ to list its own."""
+    return {**core_aten_decompositions(), **decompositions()}
+
+
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     """The forward and backward graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss` they are
     gradients of the only scalar result.
@@ -271,8 +277,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         differentiable[:] = [value.requires_grad for value in made]
         return made
 
-    every: dict[Any, Any] = {**core_aten_decompositions(), **decompositions()}
-    rules = {op: rule for op, rule in every.items() if str(op).removeprefix("aten.") not in TABLE}
+    rules = {op: rule for op, rule in _decompositions().items() if str(op).removeprefix("aten.") not in TABLE}
     try:
         made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
         derivatives.write_out(made.graph)
