@@ -47,6 +47,13 @@ def test_processes_compute_and_train_models(place: str, ranks: int, names: list[
     assert [line for line in lines if line.endswith("is right")] == [f"{name} is right" for name in names]
 
 
+@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_processes_are_stages_of_a_pipeline(place: str) -> None:
+    cases = [("1f1b", "float32"), ("zero_bubble", "bfloat16")]
+    lines = by_torchrun(place, 2, "pipeline_process.py", *(word for case in cases for word in case))
+    assert [line for line in lines if line.endswith("is right")] == [f"{name} in {dtype} is right" for name, dtype in cases]
+
+
 @everywhere
 @pytest.mark.slow
 def test_processes_train_as_torchtitan_prepares(place: str, tmp_path: Path) -> None:

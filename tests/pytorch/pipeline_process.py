@@ -1,0 +1,75 @@
+"""A rank of a pipeline as a process of torchrun, on GPUs if there are any.
+
+It trains its stage, and prints that the stage equals that of a model which torch trains on one device.
+
+torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from small_models import expect_gradients
+from torch import nn
+from trained_dtensors import joined
+
+import hostweave as hw
+import hostweave.torch
+
+WIDTH, BATCHES, STEPS = 32, 4, 4
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}  # relative to the largest gradient of a parameter
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype) -> None:
+    """Compares steps of AdamW on the stage of this rank with torch's on all stages: losses, gradients and parameters."""
+    torch.manual_seed(0)
+    stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)
+    want = copy.deepcopy(stages)
+    x, target = torch.randn(2, 2 * BATCHES, WIDTH, dtype=dtype).to(device)
+    loss, own = nn.functional.mse_loss, stages[group.rank]
+    step = hostweave.torch.compile(
+        list(stages), hw.Mesh(pp=group.count), {}, (x, target), schedule=schedule, microbatches=BATCHES, loss=loss
+    )
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (own, want)]
+    is_last = group.rank == group.count - 1
+    for number in range(STEPS):
+        made = step(x if group.rank == 0 else None, target if is_last else None)
+        wanted = loss(want(x), target)
+        wanted.backward()
+        if is_last:
+            torch.testing.assert_close(made, wanted.detach(), rtol=TOLERANCES[dtype], atol=0)
+        if number == 0 or dtype == torch.float32:  # AdamW's first steps are as large as the rate, even for roundoff of bf16
+            expect_gradients(own, want[group.rank], TOLERANCES[dtype])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if dtype == torch.float32:
+        for one, other in zip(own.parameters(), want[group.rank].parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def main(*words: str) -> None:
+    group, device = joined()
+    for schedule, word in zip(words[::2], words[1::2], strict=True):
+        train(group, device, schedule, getattr(torch, word))
+        group.check()
+        if group.rank == 0:
+            print(f"{schedule} in {word} is right", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
