@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +24,10 @@ def print_machine() -> None:
 
 def machine() -> str:
     """The GPUs with their power limit, the driver, versions of libraries, and disabled features."""
-    listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False)
-    gpus = [line.split(", ") for line in listed.stdout.splitlines()]
+    listed = ""
+    if shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout
+    gpus = [line.split(", ") for line in listed.splitlines()]
     name, power, driver = gpus[0] if gpus else ("no GPU", "", "")
     off = [f"{name}={value}" for name, value in MULTICAST.items() if os.environ.get(name) == value]
     parts = [
