@@ -18,7 +18,7 @@ LAYER = {"router": dtype["H", EXPERTS], "bias": hw.f32[EXPERTS], "w1": dtype[E, 
 
 
 def routed(x, router, bias):
-    """Scores of all experts, the chosen experts, their scores, and their weights, of which those of a token sum to 1."""
+    """Scores of all experts, the chosen experts, their scores, and their weights. The weights of a token sum to 1."""
     scores = hw.softmax(hw.astype(hw.matmul(x, router), hw.f32))
     _, experts = hw.top_k(scores + bias, TOP)
     chosen = hw.take_along_axis(scores, experts, axis=1)
@@ -26,7 +26,7 @@ def routed(x, router, bias):
 
 
 def of_ranks(w):
-    """Matrices of experts [E, K, ...] as [R, E/R, K, N], those of each rank."""
+    """Reshapes the matrices of experts [E, K, ...] to [R, E/R, K, N], with a dim for the ranks."""
     ranks = mesh.axis_size("ep")
     return hw.reshape(w, ranks, EXPERTS // ranks, w.shape[1], -1)
 

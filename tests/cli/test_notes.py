@@ -53,7 +53,7 @@ def test_a_gather_and_a_pack() -> None:
     of = f"{size:,} bytes a rank, {size / total:.0%} of the program's inputs and outputs at B=8, S=64, E=32, N=64"
     assert gather == (
         "test_notes.py:31: %x: f32[B, S@x, E] is gathered to f32[B, S, E], which is not annotated; "
-        f"shard what uses it, or state it by hw.reshard: {of}"
+        f"shard its consumer, or request the gather by hw.reshard: {of}"
     )
     assert pack == (
         "test_notes.py:31: %x_gathered_packed is copied to %x_gathered, as a communication needs contiguous memory; "

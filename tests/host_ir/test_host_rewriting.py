@@ -50,7 +50,7 @@ def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
 def test_an_edit_that_would_be_lost_is_refused() -> None:
     with pytest.raises(KeyError, match="an edit replaces an instruction in which others are edited"):
         tree.edited(PROGRAM.body, {the(ir.For)[0]: (), the(ir.Copy)[0]: ()})
-    with pytest.raises(KeyError, match="an edit is of no instruction of the body"):
+    with pytest.raises(KeyError, match="an edit's instruction is not in the body"):
         tree.edited(PROGRAM.body, {len(list(tree.walk(PROGRAM.body))): ()})
 
 

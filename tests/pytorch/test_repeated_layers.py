@@ -76,7 +76,7 @@ def test_layers_that_compute_the_same_are_traced_once() -> None:
 
 
 def test_what_a_layer_reads_of_itself_is_compared() -> None:
-    expect(of(2.0, 3.0, 2.0, 3.0), "", "its scale is another than that of layers.0", "0", "1")
+    expect(of(2.0, 3.0, 2.0, 3.0), "", "its scale differs from layers.0", "0", "1")
 
 
 class Named(Layer):
@@ -138,11 +138,11 @@ class Nested(nn.Module):
 
 
 def test_layers_that_could_read_anything_or_keep_a_state_are_apart() -> None:
-    expect(of(2.0, 2.0, kind=Named), "", "number is another")
+    expect(of(2.0, 2.0, kind=Named), "", "number differs")
     expect(of(2.0, 2.0, kind=Counting), "traced separately: it writes its attribute calls", "traced separately")
     shared = of(2.0, 2.0, 2.0, kind=Shared)
     shared.call = lambda layer, n, x: (setattr(Shared.config, "gain", n // 2), layer(x))[1]
-    expect(shared, "", "0", "config is another")
+    expect(shared, "", "0", "config differs")
     Told.told.clear()
     _, how = computed(of(2.0, 2.0, kind=Told))
     assert "it writes its attribute told" in how["layers.0"]
@@ -181,20 +181,20 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(tied, "", "structure")
     hooked = of(2.0, 2.0, 2.0)
     hooked.layers[1].up.register_forward_hook(lambda module, args, y: y * 2)  # type: ignore[union-attr, operator]
-    expect(hooked, "", "up._forward_hooks is another", "0")
+    expect(hooked, "", "up._forward_hooks differs", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
     expect(outer, "", "0")  # the traced layer does not include that hook
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
-    expect(replaced, "", "up.forward is another")
+    expect(replaced, "", "up.forward differs")
     masked = of(2.0, 2.0, 2.0)
     masked.call = lambda layer, n, x: layer(x, mask=x > 0) if n else layer(x)
-    expect(masked, "", "called with other arguments", "1")
+    expect(masked, "", "its arguments differ", "1")
     random = of(2.0, 2.0)
     random.layers[1].train()
     _, how = computed(random)
-    assert "training is another" in how["layers.1"]
+    assert "training differs" in how["layers.1"]
 
 
 def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:

@@ -44,7 +44,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
             what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"
-            yield op.location, f"{what}; shard what uses it, or state it by hw.reshard", _bytes(type, sizes)
+            yield op.location, f"{what}; shard its consumer, or request the gather by hw.reshard", _bytes(type, sizes)
 
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
@@ -65,7 +65,7 @@ def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None,
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         if copy.dst in donated:
-            what = f"%{donated[copy.dst]} is donated, and read after %{copy.dst} is made, or in its loop, so that %{copy.dst} is copied"
+            what = f"%{donated[copy.dst]} is donated, but is read after %{copy.dst} is computed, or in its loop, so %{copy.dst} is copied"
             yield copy.location, f"{what}; read it before", times * _bytes(types[copy.dst], sizes)
 
 

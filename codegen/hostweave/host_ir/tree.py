@@ -45,7 +45,7 @@ RemoteRead = Annotated[str, "remote_read"]  # buffer whose bytes on a peer it re
 RemoteWrite = Annotated[str, "remote_write"]
 Guarded = Annotated[str, "guard"]  # buffer that it does not access, but that orders it: other uses stay before or after it
 
-INCLUDED = {  # roles that a role implies; ranks share one program, so an access to a peer's buffer counts as one to the own
+INCLUDED = {  # roles that a role implies; ranks share one program, so an access to a peer's buffer counts as an access to the local one
     "update": ("read", "write"),
     "remote_read": ("read",),
     "remote_write": ("write",),
@@ -329,7 +329,7 @@ def edited(body: Body, edits: Edits) -> Body:
 
     result = after(body)
     if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
-        raise KeyError(f"an edit is of no instruction of the body: {outside[0]}")
+        raise KeyError(f"an edit's instruction is not in the body: {outside[0]}")
     return result
 
 

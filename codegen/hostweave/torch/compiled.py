@@ -319,7 +319,7 @@ class CompiledModule(Delegating):
         """For each module of a list, by path: "traced", or the equal module that was traced, such as `as layers.0`.
 
         Modules whose attributes or calls differ are traced separately, with the reason:
-        `traced: its attention.scale is another than that of layers.0`.
+        `traced: its attention.scale differs from layers.0`.
         """
         return self._graph.traced
 

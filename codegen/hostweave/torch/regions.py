@@ -529,7 +529,7 @@ class ModelInRegions(Delegating):
         if current_group() is not None and self.backend.inputs:
             for one in pytree.tree_leaves((args, kwargs)):
                 if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
-                    why = "the plan shards inputs, and with fullgraph=False eager ops take them, too"
+                    why = "the plan shards inputs, but with fullgraph=False eager ops use them too"
                     raise ArgumentError(f"{type(self._module).__name__}: {why}; pass DTensors, and make parameters DTensors")
         return self._call(*args, **kwargs)
 

@@ -102,7 +102,7 @@ class Repeats:
                     self.how[path] = f"as {first.path}"
                     made = ops.layer(_tensors(leaves), _own(layer), first.number, path)
                     return _rebuilt(made, first.returned, first.spec)
-                why = why or f": {differs} than that of {first.path}"
+                why = why or f": {differs} from {first.path}"
             self.how[path] = f"traced{why}"
             return self._traced(path, layer, own, structure, call, leaves, spec)
 
@@ -224,14 +224,14 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: object
     if structure != first.structure:
         return "its structure differs"
     if call != first.call:
-        return "it is called with other arguments"
+        return "its arguments differ"
     for path, reads in first.reads.items():
         held = vars(layer.get_submodule(path))
         for name, read in reads.items():
             now = held.get(name, _ABSENT)
             contents = _contents(read.found if now is _ABSENT else now)
             if not is_same(read.value, now) or not is_same(read.contents, contents):
-                return f"its {f'{path}.{name}'.lstrip('.')} is another"
+                return f"its {f'{path}.{name}'.lstrip('.')} differs"
     return ""
 
 
