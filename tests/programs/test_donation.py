@@ -562,7 +562,11 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
         lambda x, y: (x + y, x - y),
         'results 0 and 1 are of f32\\[M, N\\] and computed from x; choose one: donate={"x": 0',
     ),
-    "of another type": ({"x": 1}, lambda x, y: (x + y, hw.sum(x)), "donate: result 1 is not of f32\\[M, N\\], as x is; those that are: 0"),
+    "of another type": (
+        {"x": 1},
+        lambda x, y: (x + y, hw.sum(x)),
+        "donate: result 1 does not have the type of x, f32\\[M, N\\]; results that do: 0",
+    ),
 }
 
 

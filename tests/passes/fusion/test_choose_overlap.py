@@ -280,8 +280,8 @@ def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> Non
         after = choose_overlap(fusion("%x: f32[M@x, K], %w: f32[K, K]", before), Options())
     assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
     assert str(caught[0].message) == (
-        "text:4: stream of %a overlaps nothing: the all_gather of %x stands before its loop, for %b has the result, too; "
-        "stream all that has it over the same dim in as many chunks"
+        "text:4: stream of %a overlaps nothing: the all_gather of %x is before the loop, because %b also uses the result; "
+        "stream all users over the same dim, in equal chunks"
     )
 
 

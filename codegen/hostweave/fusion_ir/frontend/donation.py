@@ -56,7 +56,7 @@ def _candidates(
         if wanted not in alike:
             fitting = ", ".join(map(str, alike)) or "none"
             raise ProgramError(
-                f"{here}: donate: result {wanted!r} is not of {given.type}, as {name} is; those that are: {fitting}", location
+                f"{here}: donate: result {wanted!r} does not have the type of {name}, {given.type}; results that do: {fitting}", location
             )
         return [wanted]
     numbers = [number for number in alike if given._value.name in _leads_to(trace, outputs[number])]

@@ -189,8 +189,8 @@ class _Choice:
                 continue
             others = [f"%{user.result.name}" if user else "the caller" for user in self.uses[gather.result.name] if user != op]
             if others and self.member(gather, dim).changes_streamed_dim("all_gather"):
-                why = f"the all_gather of %{gather.tensors[0]} stands before its loop, for {' and '.join(others)} has the result, too"
-                text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all that has it over the same dim in as many chunks"
+                why = f"the all_gather of %{gather.tensors[0]} is before the loop, because {' and '.join(others)} also uses the result"
+                text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all users over the same dim, in equal chunks"
                 warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 
     # --- loops with communication ---
