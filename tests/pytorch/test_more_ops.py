@@ -250,6 +250,21 @@ def test_truths() -> None:
         assert torch.equal(mine, theirs)
 
 
+class OfBytes(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = x.view(2, -1, DIM)
+        return (x.any(), x.all(1), torch.addbmm(x[:DIM], batch.mT, batch[:, :DIM]), F.bilinear(x, x, batch[:, :DIM]))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_sums_keep_narrow_integers(dtype: torch.dtype) -> None:
+    given = torch.randint(0, 3, (2 * DIM, DIM)).to(dtype)
+    for mine, theirs in zip(hostweave.torch.compile(OfBytes(), hw.Mesh(tp=1), {}, (given,))(given), OfBytes()(given), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
 # --- ops that are refused, because the result would differ ------------------------------------------------------------------
 
 

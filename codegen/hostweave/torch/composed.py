@@ -351,7 +351,7 @@ def embedding_bag(
 
 
 def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
-    return beta * x + alpha * torch.bmm(a, b).sum(0)
+    return beta * x + alpha * torch.bmm(a, b).sum(0, dtype=x.dtype)
 
 
 def addmv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
@@ -381,7 +381,7 @@ def trilinear(
     for dims, place in ((of_a, 0), (of_b, 1), (of_c, 2)):
         for dim in sorted(dims):
             a, b, c = (one.unsqueeze(dim) if number == place else one for number, one in enumerate((a, b, c)))
-    return (a * b * c).sum(list(over))
+    return (a * b * c).sum(list(over), dtype=a.dtype)
 
 
 def angle(x: torch.Tensor) -> Any:
