@@ -31,9 +31,9 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Tiles that run at the same time share operands: bands of 16 tiles of rows are passed column by column.
+// Tiles that run at the same time share operands: bands of 8 tiles of rows are passed column by column.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
-  constexpr int kBand = 16;
+  constexpr int kBand = 8;
   const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
   const int in_band = place - band * kBand * across;
   column = in_band / rows, row = band * kBand + in_band - column * rows;

@@ -8,8 +8,8 @@ constexpr int kGroupedThreads = 256;
 
 // Products by warpgroups of Hopper: a warpgroup copies, and two multiply.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
-constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;  // size of a tile
-constexpr int kWarpgroupStages = 4;
+constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;                       // size of a tile
+constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: of products of rows of groups
 constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes: stages, results, and alignment
 
 #ifdef __CUDACC__

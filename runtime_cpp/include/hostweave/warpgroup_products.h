@@ -107,11 +107,14 @@ __device__ inline void copy_box(unsigned to, const TensorMap& map, int64_t i, in
 // columns: the transposed rows of a group times its rows. With kTransposed, the matrices are stored column by column.
 template <class T, bool kOuter, bool kTransposed>
 class WarpgroupProducts {
-  static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64, kStages = kWarpgroupStages;
+  static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
+  static constexpr int kStages = kOuter ? kOuterStages : kWarpgroupStages;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
-  static constexpr int kStaged = 128;  // columns of a warpgroup that are stored at once
-  static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 == kWarpgroupShared);
+  // Columns of a warpgroup that are stored at once. Products of rows of groups have many results, each of few terms: while one
+  // tile is stored, the next one is multiplied.
+  static constexpr int kStaged = kOuter ? kColumns : 128;
+  static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // numbers of barriers: for both warpgroups, and for each
 
  public:
@@ -159,19 +162,21 @@ class WarpgroupProducts {
   // Multiplies and stores all tiles of this block, by two warpgroups.
   __device__ void multiply() {
     Walk walk(p_, kRows, kColumns);
-    GroupTile tile;
+    GroupTile tile, next;
     StageCount<kStages> at;
-    for (int round = 0; walk.find(tile_of_block(round), tile); ++round) {
+    bool exists = walk.find(tile_of_block(0), tile);
+    for (int round = 1; exists; ++round, tile = next) {
       const int64_t rows = (kOuter ? p_.depth : tile.rows.end) - tile.row - warpgroup() * 64;
-      if (rows > 0) {
-        add_stages(tile, at);
-        if (p_.wide_result) {
-          store_wide(tile, rows);
-        } else {
-          store(tile, rows);
-        }
+      const int last = rows > 0 ? begin_stages(tile, at) : -1;
+      if (rows <= 0) skip_stages(tile, at);
+      exists = walk.find(tile_of_block(round), next);
+      if (rows <= 0) continue;
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (last >= 0) release(last);
+      if (p_.wide_result) {
+        store_wide(tile, rows);
       } else {
-        skip_stages(tile, at);
+        store(tile, rows);
       }
     }
     if (is_storing()) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -212,13 +217,14 @@ class WarpgroupProducts {
     return (at & 0x3FFFF) >> 4 | uint64_t{kBox >> 4} << 16 | uint64_t{8 * kRowBytes >> 4} << 32 | uint64_t{1} << 62;
   }
 
-  __device__ void add_stages(const GroupTile& tile, StageCount<kStages>& at) {
+  // Begins the products of a tile. Returns the stage that the last one reads; -1 if there is none, and the sums are zeros.
+  __device__ int begin_stages(const GroupTile& tile, StageCount<kStages>& at) {
     const int steps = static_cast<int>(steps_of(tile));
     if (steps == 0) {
 #pragma unroll
       for (auto& each : sums_) each[0] = each[1] = each[2] = each[3] = 0;
     }
-    int before = 0;
+    int before = -1;
     for (int step = 0; step < steps; ++step, at.advance()) {
       const unsigned stage = stages_ + at.stage() * kBytes;
       filled(at.stage()).wait(at.parity());
@@ -237,8 +243,7 @@ class WarpgroupProducts {
       }
       before = at.stage();
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (steps > 0) release(before);
+    return before;
   }
 
   // This warpgroup has no rows of the tile.
@@ -356,7 +361,7 @@ class WarpgroupProducts {
 template <class T, bool kOuter, bool kTransposed>
 __device__ void multiply_groups_by_warpgroups(const GroupedProblem& p, const GroupedMaps& maps, char* shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ uint64_t barriers[2 * kWarpgroupStages];
+  __shared__ uint64_t barriers[2 * (kOuter ? kOuterStages : kWarpgroupStages)];
   WarpgroupProducts<T, kOuter, kTransposed> products(p, maps, shared, barriers);
   griddep_wait();
   if (threadIdx.x < 128) {
