@@ -306,7 +306,7 @@ def test_parameters_elsewhere(change: Callable[[nn.Module], Any], training: bool
     with torch.set_grad_enabled(training):
         call(x)
         change(module)
-        with pytest.raises(ArgumentError, match="at compile"):
+        with pytest.raises(ArgumentError, match="after compile"):
             call(x)
 
 
