@@ -120,7 +120,7 @@ def test_graphs_of_tokens() -> None:
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            both.wait()  # a collection beside another one collects nothing
+            both.wait()  # a collection during another one collects nothing
             if rank == 0:
                 gc.collect()  # the compilation saw the cache
             both.wait()
