@@ -129,7 +129,7 @@ class Generation:
                 f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or leave it out"
             )
         group = current_group()
-        made = self._plain(kwargs, None, None) if group is None else self._of_rank(kwargs, group)
+        made = self._plain(kwargs) if group is None else self._of_rank(kwargs, group)
         made[self._word] = cache  # the module returns it under this name
         return made
 
@@ -143,10 +143,11 @@ class Generation:
         is_token = caches.has_tensors(cache) and _is_token(kwargs)
         if not (is_token and own.is_first):
             own.is_first = not is_token
-            return self._plain(kwargs, group, own)
+            return self._plain(kwargs, group)
         own.is_first = False
         is_taken = own.graph is not None and own.graph.takes(kwargs)
-        if own.graph and group.can_meet and group.all_say(is_taken):  # all ranks launch a graph, or all capture one
+        all_take = group.can_meet and group.all_say(is_taken)  # asked on every rank: all launch a graph, or all capture one
+        if own.graph and all_take:
             return own.graph(kwargs)
         program = self._program(kwargs, is_whole=False)
         if program.checks_values:
@@ -154,7 +155,7 @@ class Generation:
         own.graph = TokenGraph(program, kwargs, self._word)
         return own.graph.result()
 
-    def _plain(self, kwargs: dict[str, Any], group: Group | None, own: _Rank | None) -> Any:
+    def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
         """Calls a program. A cache without tensors gets the tensors of all ranks. After the call it holds the tensors of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
@@ -164,11 +165,11 @@ class Generation:
                 caches.allocate(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
             allocated = caches.Form(cache)
         program = self._program(kwargs, is_whole=is_new or group is None)
-        if group is not None and own is not None and is_new:
+        if group is not None and is_new:
             whole = caches.shapes(cache)
             caches.continued(kwargs, program.cut(kwargs, group.rank))
             self._whole |= {name: tuple(map(_if_other, whole[name], has)) for name, has in caches.shapes(cache).items()}
-            own.kept = caches.Kept(cache, empty, allocated, _sizes(kwargs, self._word))
+            self._ranks[group.rank].kept = caches.Kept(cache, empty, allocated, _sizes(kwargs, self._word))
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
