@@ -1,7 +1,8 @@
-"""Causal bf16 attention, forward and backward, against torch with cuDNN: heads of Llama 3, one rank's part and all four.
+"""Causal bf16 attention, forward and backward, against torch with cuDNN.
 
-Also with the sequence over two GPUs, in order and in zigzag, which balances the work. Operands are [S, B, H, D]. One row at a
-time, long sequences first. Times are medians of alternating measurements on GPUs that do not wait for the host.
+Cases have 32 heads in 8 groups (Llama 3 8B), and 8 heads in one group (a rank of 70B at TP 8). Others shard the sequence over two GPUs, in
+order and in zigzag, which balances the work. Operands are [S, B, H, D]. Times are medians of alternating measurements on GPUs that do not
+wait for the host.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
 
 
 def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
-    """Random inputs; the first rows repeat."""
+    """Random inputs. Only the first 4096 rows are drawn; the others repeat them."""
     random, arrays = np.random.default_rng(0), {}
     for value in fusion.inputs:
         rows, *row = map(int, value.type.shape)
@@ -212,7 +213,7 @@ def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
 
 
 def _times(calls: tuple[Attend, ...], count: int) -> list[list[float]]:
-    """Milliseconds per call on the GPU, by alternating measurements of `count` calls, enqueued behind a wait."""
+    """Milliseconds per call on the GPU, by alternating measurements of `count` calls, enqueued after a kernel that waits."""
     import torch
 
     timings: list[list[float]] = [[] for _ in calls]

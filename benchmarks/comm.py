@@ -80,7 +80,7 @@ COMMUNICATIONS = {
 def main() -> None:
     print_machine()
     ranks = len(gpus())
-    print(f"{ranks} GPUs; host us more a call (limit {MORE_US}), and of the bandwidth of NCCL alone (limit {OF_BANDWIDTH})")
+    print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
     for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():
         x_type, y_type, instruction = (text.format(ranks=ranks) for text in (x_type, y_type, instruction))
         text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"

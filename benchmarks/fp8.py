@@ -218,7 +218,7 @@ def _torch_layers() -> dict[str, Callable[..., Any]]:
 
 
 def decoding(rows: int, dtype: str) -> hw.Fusion:
-    """16 blocks x + mlp(rms_norm(x)) with the same weights' shapes, from 8-bit weights with scales of rows, or in bf16."""
+    """16 blocks x + mlp(rms_norm(x)) with weights of the same shapes, from 8-bit weights with scales of rows, or in bf16."""
     hidden, inner = OF_8B
     whole = hw.bf16 if dtype == BF16 else hw.f8e4m3
     types = {"n": hw.bf16[hidden], "wgu": whole[2 * inner, hidden], "wd": whole[hidden, inner]}

@@ -1,11 +1,11 @@
 """Eight layers with weights sharded over all GPUs (FSDP): share of the weight gathers that is hidden behind matmuls.
 
-Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered for use. The
-number of rows makes a matmul take about 1.1 times its gather. Milliseconds of the slowest rank, median over calls that all ranks
-start together. It measures the gathers alone, and the layers with replicated weights. Both together run in sequence, as the
-compiler chooses, and with asynchronous gathers by NCCL kernels and by copy engines. Weights are sharded by rows, by columns, and
-as in a PyTorch linear layer, whose rows are the columns of the matmul. In the last two cases matmuls can process one shard after
-another. Random bf16 data, one thread per GPU.
+Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered for use. The number of rows is chosen so
+that a matmul takes about 1.1 times as long as its gather. Milliseconds of the slowest rank, median over calls that all ranks start
+together. It measures the gathers alone, and the layers with replicated weights. Both together run in sequence, as the compiler chooses, and
+with asynchronous gathers by NCCL kernels and by copy engines. Weights are sharded by rows, by columns, and as in a PyTorch linear layer,
+whose rows are the columns of the matmul. In the last two cases matmuls can process one shard after another. Random bf16 data, one thread
+per GPU.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, nargs=2, default=[FEW, MANY], help="the numbers of new tokens between which is measured")
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=[FEW, MANY], help="two numbers of new tokens; the time of a token is that of the difference"
+    )
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     on_gpus = torch.cuda.is_available()

@@ -247,7 +247,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
     """Microseconds per call on the GPU, by alternating measurements, each on the next buffers.
 
-    The calls of a measurement are enqueued behind a long wait, so host time does not count.
+    The calls of a measurement are enqueued while the GPU waits, so host time does not count.
     """
     import torch
 

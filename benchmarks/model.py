@@ -2,10 +2,10 @@
 cache.
 
 8 of the 32 layers, and the full vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers uses its static cache,
-torch.compile, and CUDA graphs for decode. Both take the most probable token. Its projections are sharded by hand as in its own
-plan, which supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of steps that the host enqueues one by
-one, so host time counts. Milliseconds of the slowest rank: medians of alternating calls. Each row is printed as soon as it is
-known. `model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side, in less than a minute each.
+torch.compile, and CUDA graphs for decode. Both take the most probable token. The projections of transformers' model are sharded by hand,
+because its own plan supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of steps that the host enqueues one by
+one, so host time counts. Milliseconds of the slowest rank: medians of alternating calls. Each row is printed as soon as it is known.
+`model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side, in less than a minute each.
 """
 
 from __future__ import annotations

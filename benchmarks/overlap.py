@@ -35,7 +35,7 @@ from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
-WAIT = 2_000_000  # cycles before each call of torch: hides its host time, like for Hostweave's
+WAIT = 2_000_000  # cycles before each call of torch, to hide its host time, as for Hostweave's calls
 SMALL = 512  # rows; no hand-written code below
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 NCCL = "nccl="
@@ -287,7 +287,8 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """For each way, by name: a group of NCCL, and memory that it has registered as a window. The memory holds the tensors of any case."""
+    """The ways to run NCCL's collectives in torch, by name. Each has a process group, and memory that is registered with it as a window.
+    The memory fits the tensors of every case."""
     import torch
     import torch.distributed as dist
 

@@ -24,8 +24,8 @@ ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles for the host to enqueue
 # Root mean square of an error, relative to that of the result. Two variants differ at each step by at most four roundings to bf16, whose
-# relative errors are independent and at most 2**-8, so 2**-8 / sqrt(3) on average. They measure 0.010 to 0.016; if one rank's term of
-# one step is missing, 0.079 and more. The largest error of an element is no measure: it depends on the data.
+# relative errors are independent and at most 2**-8, so 2**-8 / sqrt(3) on average. Measured errors are 0.010 to 0.016. If one rank's term
+# of one step is missing, they are 0.079 and more. The largest error of an element is no measure: it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory

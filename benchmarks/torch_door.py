@@ -208,8 +208,8 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
         for name, one in others.items():
             first = statistics.median(firsts[name])
             low, _, _, high = statistics.quantiles(one, n=5)
-            _say(rank, f"host time, {name}: {statistics.median(one):.1f} us, {low:.1f} to {high:.1f}; the first behind a wait {first:.1f}")
-        _say(rank, f"host time, hostweave: {statistics.median(alone):.1f} us behind a wait")
+            _say(rank, f"host time, {name}: {statistics.median(one):.1f} us, {low:.1f} to {high:.1f}; the first after a wait {first:.1f}")
+        _say(rank, f"host time, hostweave: {statistics.median(alone):.1f} us after a wait")
         yield graphs
     group.close()
 

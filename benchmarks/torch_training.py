@@ -47,7 +47,8 @@ MODELS = {"llama": (llama, 2, (1, 4096)), "gpt2": (gpt2, 24, (4, 1024))}
 
 
 def ways(module: nn.Module, inputs: dict[str, Any], whole: bool) -> dict[str, Callable[[], Way]]:
-    """Makes each variant: what computes a loss and the gradients, or a whole step, and the module that it trains."""
+    """Makers of the variants, by name. Each returns a call, and the module that it trains. The call computes a loss and the gradients, or a
+    whole step."""
 
     def hostweave_() -> Way:
         own = copy.deepcopy(module)

@@ -101,9 +101,8 @@ def sampled(logits, temperature, top_p, seed, draw):
     low = high * 0
     for _ in range(26):
         low, high = halved(p, low, high, top_p)
-    return largest(
-        hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0)
-    )  # exponential race: exponential race: the first event of rate p wins
+    # Exponential race: the first event of rate p wins.
+    return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))
 
 
 def program(c, tp, decode=False, is_sampled=False):
@@ -232,13 +231,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="config.json, safetensors and tokenizer.json")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--tokens", type=int, default=128, help="at most so many new ones")
-    parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum number of new tokens")
+    parser.add_argument("--tp", type=int, default=1, help="number of ranks, one GPU each")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--dtype", choices=DTYPES, help="that of the checkpoint by default")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of the cache")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: that of the checkpoint")
+    parser.add_argument("--length", type=int, default=4096, help="length of the cache, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
-    parser.add_argument("--top-p", type=float, default=0.9, help="draws from the fewest tokens whose probabilities add up to it")
+    parser.add_argument("--top-p", type=float, default=0.9, help="samples from the fewest tokens whose probabilities reach this sum")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or not 0 <= given.seed < 2**32:

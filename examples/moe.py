@@ -68,7 +68,7 @@ def differentiated(x, dy, router, bias, w1, w2):
     dw1 = hw.grouped_matmul(hw.permute_dims(rows, (0, 2, 1)), both, routing.ends)
     dx = hw.moe_combine(hw.grouped_matmul(both, turned(w1), routing.ends), routing)
 
-    # The router: of weights w = c / sum(c), of the softmax, and of the product.
+    # Gradients of the router, backward through the weights w = c / sum(c), the softmax and the matmul.
     wide = hw.astype(y, hw.f32) * hw.astype(hw.moe_dispatch(dy, routing), hw.f32)
     dweights = hw.moe_return(hw.sum(wide, axis=2, keepdims=True), routing)[:, :, 0]
     dchosen = (dweights - hw.sum(dweights * weights, axis=1, keepdims=True)) / hw.sum(chosen, axis=1, keepdims=True)

@@ -32,9 +32,9 @@ def small() -> transformers.LlamaForCausalLM:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", help="of the model; a small one with random weights without it")
-    parser.add_argument("--tp", type=int, default=2, help="ranks")
-    parser.add_argument("--tokens", type=int, default=8, help="how many tokens to print")
+    parser.add_argument("folder", nargs="?", help="folder of the model; without it, a small model with random weights")
+    parser.add_argument("--tp", type=int, default=2, help="number of ranks")
+    parser.add_argument("--tokens", type=int, default=8, help="number of tokens to print")
     parser.add_argument("--source", action="store_true", help="print the generated C++")
     options = parser.parse_args()
 

@@ -23,9 +23,9 @@ PLAN = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dp", type=int, default=2, help="replicas")
-    parser.add_argument("--tp", type=int, default=2, help="ranks of a replica")
-    parser.add_argument("--steps", type=int, default=20, help="how many steps to train")
+    parser.add_argument("--dp", type=int, default=2, help="number of replicas")
+    parser.add_argument("--tp", type=int, default=2, help="number of ranks of a replica")
+    parser.add_argument("--steps", type=int, default=20, help="number of training steps")
     parser.add_argument("--source", action="store_true", help="print the generated C++")
     options = parser.parse_args()
 

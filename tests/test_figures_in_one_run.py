@@ -19,7 +19,7 @@ LINES = {
     " 1.273 times as fast as the best peer, torch async TP",
     "sharded weights": "  by rows, as chosen: 3.690 ms, 0.80 of the communication is hidden",
     "model": "decode, batch 1, 8 layers, 2 GPUs: ours 16.280 (16.2 to 16.4) ms, 983 tokens/s, transformers 26 (26 to 27) ms, 613 tokens",
-    "host": "host time, hostweave, captured: 10.0 us, 9.7 to 14.9; the first behind a wait 61.0",
+    "host": "host time, hostweave, captured: 10.0 us, 9.7 to 14.9; the first after a wait 61.0",
 }
 
 
@@ -51,7 +51,7 @@ def test_rows_of_goals(figures: Any) -> None:
     assert rows["gathers of sharded weights, share hidden, by rows"].endswith("| 0.80 | at least 0.85 | missed |")
     assert rows["the same, 2 GPUs"].endswith("| 983 | at least 1239 | missed |")
     assert rows["host time of a captured pass of 4 layers, us"].endswith("| 10.0 | at most 10 | met |")
-    assert rows["its first launch behind a wait, us"].endswith("| 61.0 | at most 90 | met |")
+    assert rows["its first launch after a wait, us"].endswith("| 61.0 | at most 90 | met |")
     assert rows["8 layers of 8B, decode, batch 1, 1 GPU, tokens/s"].endswith("| not measured | at least 766 | |")
 
 

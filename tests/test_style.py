@@ -16,6 +16,7 @@ PRIVATE = re.compile(  # words for which the field has others: separate, next to
     r"\b(?:of (?:its|their) own|in turn|turn by turn|beside|anew|other \w+ than|of ours|(?:of|to|for|from|by|with) what"
     r"|what (?:it|they|is|are|has|have)|(?:stands?|lies?|lie) (?:in|at|on|behind|before|above|below|between|apart|over|under))\b"
 )
+LIST_ITEM = re.compile(r"\s*(?:-|\d+\.) ")
 MOST_WORDS = 30
 FOLDERS = [
     path.relative_to(ROOT) for path in sorted((ROOT / "codegen" / "hostweave").iterdir()) if path.name not in ("__pycache__", "py.typed")
@@ -33,7 +34,8 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """First line and text of each comment of a file. Comments on consecutive lines are one, except those behind code."""
+    """First line and text of each comment of a file. Comments on consecutive lines are one, except comments at the end of a line of
+    code."""
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         found = [(*token.start, token.string.lstrip("# "), token.line) for token in tokens if token.type == tokenize.COMMENT]
@@ -70,6 +72,13 @@ def problems(text: str) -> list[str]:
     return found
 
 
+def broken_lists(text: str) -> list[str]:
+    """Items of lists that Markdown shows as a part of the paragraph before them, because no blank line precedes the list."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = (paragraph.split("\n") for paragraph in re.split(r"\n\s*\n", text.strip("\n")))
+    return [line for first, *lines in paragraphs if not LIST_ITEM.match(first) for line in lines if LIST_ITEM.match(line)]
+
+
 def files(folder: Path) -> list[Path]:
     path = ROOT / folder
     found = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -82,14 +91,17 @@ def test_prose_is_plain(folder: Path) -> None:
     for file in files(folder):
         notes = [(line, text) for line, text in comments(file) if not NOT_PROSE.match(text)]
         found += [f"{file}:{line} begins with {text}" for line, text in notes if text.partition(" ")[0] in BROKEN_OFF]
-        prose = [*(docstrings(file) if file.suffix == ".py" else ()), *notes]
+        written = list(docstrings(file)) if file.suffix == ".py" else []
+        found += [f"{file}:{line} no blank line before {one}" for line, text in written for one in broken_lists(text)]
+        prose = [*written, *notes]
         found += [f"{file}:{line} {one}" for line, text in prose for one in problems(text)]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
 def test_a_page_is_plain(page: Path) -> None:
-    found = problems(page.read_text())
+    text = page.read_text()
+    found = problems(text) + broken_lists(text)
     assert not found, "\n".join(found)
 
 
@@ -101,6 +113,7 @@ def test_problems_are_found(tmp_path: Path) -> None:
         "has 'of its own': A stream of its own.",
         "has 'lies in': It lies in memory.",
     ]
+    assert broken_lists("Two:\n- a\n- b\n\nThree:\n\n- c\n  d\n- e\n\n```\nx\n- y\n```\n") == ["- a", "- b"]
     for name, mark in (("a.py", "#"), ("a.cpp", "//")):
         (tmp_path / name).write_text(f"{mark} Two lines\n{mark} of one.\nx = 1  {mark} behind\n")
         assert [text for _, text in comments(tmp_path / name) if text] == ["Two lines of one.", "behind"]

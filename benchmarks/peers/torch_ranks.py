@@ -21,7 +21,7 @@ Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
 def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
-    """Milliseconds of every call of each group, one list per repetition, of the slowest rank, as soon as all ranks have them.
+    """Yields the times of one group after another: for each call by name, the milliseconds of the slowest rank in each repetition.
 
     All ranks start each call together, and the GPU waits for some cycles before it, while the host enqueues it. `make` must be a
     module-level function, because other processes run it; torch.distributed and hw.init are ready then.

@@ -123,7 +123,7 @@ class Compiled:
         return Report(predicted, measured, graph_of(fusions[-1]) if fusions else None, changes)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
-        """Program that runs a call at these sizes, and all sizes; missing sizes get typical values."""
+        """Returns the program that runs a call at these sizes, and the value of every size. Missing sizes get typical values."""
         self.expect_sizes(what, sizes)
         known = usual_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known

@@ -39,7 +39,8 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster
       on tensor cores. The CPU target computes in f32.
-    - `transport`: the way bytes travel between ranks.
+    - `transport`: the way bytes travel between ranks. With peer and one_sided, chunk loops use put, ring, or slices of every rank's
+      shard, on the mesh of all ranks.
         - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
         - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are
           stream memory operations. Needs peer access between the GPUs, and no communication library.
@@ -47,16 +48,19 @@ class Options:
         - auto: two_sided, and peer for chunk loops with `.stream(..., algorithm="put")` or by choice of the cost model. Falls back to
           one_sided, then to two_sided, if the ranks cannot use peer; a line on stderr gives the reason. All-reduces of few bytes are
           fused into the kernels that consume them.
-
-      With peer and one_sided, chunk loops use put, ring, or slices of every rank's shard, on the mesh of all ranks.
     - `windows`: names of inputs and outputs that are arrays of `group.empty`, so that one-sided communication accesses them in place.
       A call detects such arrays and compiles a variant for them. Arrays that are named here must be in windows.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as in an
-      earlier call. Later calls with these arrays launch the graph. The last 16 sets of arrays are kept; other calls run as usual.
-      Outputs repeat if `out=` gives them, or if the library's allocator returns freed memory. Use it for programs of many short
-      operations, where host time shows. With transport one_sided, calls are graphs on all ranks or on none: the ranks meet before
-      calls 3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last meeting had repeated arrays on every
-      rank, calls are graphs until the next meeting, also for new arrays. By default no call is captured automatically.
+      earlier call. Later calls with these arrays launch the graph. Use it for programs of many short operations, where host time
+      shows. By default no call is captured automatically.
+
+      The last 16 sets of arrays are kept; other calls run as usual. Outputs repeat if `out=` gives them, or if the library's
+      allocator returns freed memory.
+
+      With transport one_sided, calls are graphs on all ranks or on none. The ranks meet before calls 3, 5, 9, 17 and so on, at least
+      every 4096 calls. If nearly all calls since the last meeting had repeated arrays on every rank, calls are graphs until the next
+      meeting, also for new arrays.
+
     - `stages`: "auto" reorders the stages of a pipeline over meshes, if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul and its sizes, with the program's epilogue, and uses the
       fastest instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the

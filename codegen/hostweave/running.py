@@ -123,7 +123,7 @@ class Running:
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
         """Returns the same program without the optional transports, except for those that all ranks have.
 
-        All ranks know the reason. Raises ExecutionError if the user stated the transport.
+        `why` is the reason, the same on all ranks. Raises ExecutionError if the user stated the transport.
         """
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')

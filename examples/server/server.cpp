@@ -168,7 +168,7 @@ class Server {
     try {
       hidden_.run({.x = larger, .up = up_->tensor}, {.y = h_->tensor}, first_);
     } catch (const hw::ExecutionError& error) {
-      std::printf("as it should: %s\n", error.what());
+      std::printf("refused as expected: %s\n", error.what());
       return;
     }
     throw std::logic_error("a run with sizes that were not prepared went on");

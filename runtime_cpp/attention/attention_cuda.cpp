@@ -179,14 +179,15 @@ class Engine {
     Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
     const cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
     heuristic.set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, ops);
-    heuristic.set(CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, &mode).finish("what is recommended for attention");
+    heuristic.set(CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, &mode)
+        .finish("the engines that cuDNN recommends for attention");
     std::list<Descriptor> made;
     std::vector<cudnnBackendDescriptor_t> found;
     for (int i = 0; i < kMostEngines; ++i) found.push_back(made.emplace_back(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR));
     int64_t count = 0;
     expect(cudnnBackendGetAttribute(heuristic, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, kMostEngines, &count,
                                     found.data()),
-           "what is recommended for attention");
+           "the engines that cuDNN recommends for attention");
     cudnnStatus_t status = CUDNN_STATUS_NOT_SUPPORTED;
     for (int64_t i = 0; i < count && status != CUDNN_STATUS_SUCCESS; ++i) {
       plan = std::make_unique<Descriptor>(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);

@@ -139,8 +139,9 @@ const void* shifted(const void* base, int64_t bytes) { return base ? static_cast
 // For larger weights of other types cuBLASLt is as fast or faster (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 
-// With 9 to 16 scaled rows cuBLASLt is faster from so many columns on. With scales of blocks it also is for few columns, else for
-// few terms. With scales of tensors it is for any number of columns, and for fewer rows unless there are many terms.
+// cuBLASLt is faster than the few-rows kernels for these scaled matmuls. Scales of tensors: more than 8 rows, or fewer than
+// kManyTerms terms. Other scales: more than 8 rows, and more than kManyColumns columns. Also more than 8 rows, and fewer than
+// kFewColumns columns (scales of blocks) or kFewTerms terms (scales of rows).
 constexpr int64_t kManyColumns = int64_t{1} << 14, kFewColumns = 2048, kFewTerms = 2048, kManyTerms = 8192;
 
 bool is_of_blocks([[maybe_unused]] int32_t scale_mode) {

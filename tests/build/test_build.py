@@ -152,7 +152,7 @@ def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
 
 def test_the_key_has_the_compiler_and_what_options_change(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hw.compile(doubled).folder
-    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # without loops or choices
+    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # the program has no loops, and no choices that depend on sizes
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
     compiler.chmod(0o755)
@@ -396,7 +396,7 @@ def test_a_build_evicts_what_was_used_longest_ago(empty_cache: Path, monkeypatch
     old = hw.compile(doubled).folder
     os.utime(old / "SHA256SUMS", (0, 0))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
-    os.utime(empty_cache / "evicted", (0, 0))  # the build of `old` has just checked
+    os.utime(empty_cache / "evicted", (0, 0))  # otherwise no build would evict for 10 minutes
     new = hw.compile(product).folder
     assert new.exists()
     assert not old.exists()
@@ -470,7 +470,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """Kernels, which have a bank of constants, get a name in C++. Functions that they call do not: two cubins may have the same."""
+    """Only kernels get a name in C++: they have a bank of constants. Functions that they call do not, because two cubins may have equal
+    ones."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

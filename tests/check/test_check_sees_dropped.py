@@ -62,7 +62,7 @@ def test_the_garbage_collector_goes_on_after_a_check() -> None:
 def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
     """Collecting the objects of a check would take as long as the check.
 
-    A check leaves the same each time. A single collected object may belong to a thread of another test that ended meanwhile.
+    The check runs three times, and must once leave nothing. In the other runs a thread of another test may have ended and left an object.
     """
     host = program(name)
     check(host)

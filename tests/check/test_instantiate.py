@@ -145,7 +145,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """M must be 1 more than a multiple of 4 and N 2 more; a constraint on a part of M does not constrain the others."""
+    """M - 1 and N - 2 must be multiples of 4. A constraint on one sum does not constrain the other sums."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

@@ -122,11 +122,11 @@ CHECKED = {
     ),
     "no credit": (
         "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),
-        "add a signal after the one, and a wait for it before the other",
+        "add a signal after the first, and a wait for that signal before the second",
     ),
     "one queue": (
         on_two_streams(awaited(0), given(0)),
-        "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
+        "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
         "issue the operations that rank 1 waits for before it",
     ),
     "two streams": (

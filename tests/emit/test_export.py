@@ -60,7 +60,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
-    assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
+    assert result.stdout.endswith("the results of all ranks are correct\n"), result.stdout + result.stderr
 
     runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
@@ -70,7 +70,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5
-        assert result.stdout.endswith("every rank has what it should\n")
+        assert result.stdout.endswith("the results of all ranks are correct\n")
     assert run(folder, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help lists them\n"
     for wrong in ("M=64x", "M=", "M", "M=-4", "M=99999999999999999999"):
         assert run(folder, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help lists the names\n"
@@ -97,12 +97,12 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     build(recurrent, folder)  # calls with separate structs
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.endswith("every rank has what it should\n")
+    assert result.stdout.endswith("the results of all ranks are correct\n")
 
     build(attention, folder)  # for which the runtime has separate files
     result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.endswith("every rank has what it should\n")
+    assert result.stdout.endswith("the results of all ranks are correct\n")
 
 
 @hw.block(donate={"state": 1}, x=hw.f32["M@x", "K"], w=hw.f32["K", "K@x"], state=hw.f32["M@x", "K"])
@@ -145,7 +145,7 @@ def test_a_project_without_a_reference_says_so(tmp_path: Path) -> None:
     for program, why in zip((from_host_ir, doubled), reasons, strict=True):
         hw.compile(program, target="cuda").export(tmp_path)
         assert not (tmp_path / "reference" / "program.cpp").exists()
-        assert f"as far as can be told without a reference: {why}" in (tmp_path / "main.cpp").read_text()
+        assert f"there is no reference to compare with: {why}" in (tmp_path / "main.cpp").read_text()
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
     build(FUSIONS["two_stages_streamed"], tmp_path, OPENBLAS)
     result = run(tmp_path, "build/two_stages_streamed", "M=64", "K=32", "N=16", "repetitions=2")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.endswith("every rank has what it should\n")
+    assert result.stdout.endswith("the results of all ranks are correct\n")
 
 
 def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_project_runs_on_gpus(tmp_path: Path) -> None:
     build(all_fusions(ranks=len(gpus()))["matmul_rs_flat"], tmp_path, *for_cuda())
     result = run(tmp_path, "build/matmul_rs_flat", "M=64", "K=32", "N=16", "repetitions=2")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("every rank has what it should\n")
+    assert result.stdout.endswith("the results of all ranks are correct\n")
 
 
 def for_cuda() -> tuple[str, ...]:

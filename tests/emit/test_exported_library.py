@@ -64,7 +64,9 @@ def check_server(folder: Path, server: str) -> None:
     for name, array in (("up.f32", up), ("down.f32", down), ("requests", requests)):
         array.tofile(folder / name)
     printed, _ = each_rank(folder, server, ".", "requests", "answers")
-    assert printed.startswith("as it should: run: not prepared for these sizes; call prepare with them on every rank first\n3 requests in ")
+    assert printed.startswith(
+        "refused as expected: run: not prepared for these sizes; call prepare with them on every rank first\n3 requests in "
+    )
     answers = np.fromfile(folder / "answers", np.float32).reshape(requests.shape)
     np.testing.assert_allclose(answers, np.maximum(requests @ up, 0) @ down, rtol=1e-4, atol=1e-3)
 

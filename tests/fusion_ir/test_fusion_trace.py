@@ -71,9 +71,9 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """Covers variables of the function and of functions that it calls, bound once or again.
+    """Values are named after variables of the function and of functions that it calls, also if a variable is assigned several times.
 
-    An argument has the name given by its creator.
+    An argument keeps the name that its value had in the caller.
     """
     fusion = trace(
         "def layer(h, w):\n    product = h @ w\n    gated = product * hw.sigmoid(product)\n    return gated\n"

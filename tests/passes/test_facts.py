@@ -1,4 +1,4 @@
-"""Facts of the host IR between passes: a program that lacks one is refused, and names the pass's mistake."""
+"""Facts of the host IR between passes. If a pass breaks one, the error names the pass and its mistake."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_facts_hold_between_their_passes() -> None:
 
 
 def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink_views that frees a buffer, two passes before memory is planned."""
+    """Replaces the pass sink_views by one that frees a buffer, although memory is planned two passes later."""
 
     def sink_views(program: ir.HostProgram, options: hw.Options) -> ir.HostProgram:
         (name,) = (name for i in tree.walk(program.body) for name in tree.names(i, "allocate"))

@@ -63,7 +63,8 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
-    """A call has no stream, so a copy gets the one stated by a reshard without effect; a name goes to the call."""
+    """A reshard without effect may state a stream and a name. The call gets the name, and a copy gets the stream, because a call has
+    none."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)

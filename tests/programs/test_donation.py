@@ -332,7 +332,7 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """Only the view of a donated input is copied, before the in-place result; of an argument that is given twice, one is copied."""
+    """There are two copies: of the view of a donated input, before it is overwritten, and of an argument that is passed twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -451,7 +451,7 @@ def test_views_on_several_meshes() -> None:
 
 
 def test_a_read_of_what_was_overwritten_is_found() -> None:
-    """The lowered program has none. If the read is moved behind the update, in text or to another stream, the check reports it."""
+    """The lowered program has none. If the read is moved after the update, in text or to another stream, the check reports it."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }

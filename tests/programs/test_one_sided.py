@@ -159,7 +159,7 @@ def test_reference() -> None:
 
 
 def test_ranks_that_make_calls_of_their_own() -> None:
-    """They register growing memory collectively. If one of them makes a call fail, no rank waits."""
+    """Ranks register growing memory collectively. If a call fails on one rank, no other rank waits for it."""
     fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
     program, provider = compiled(fusion), hw.Threads(3)
     calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]

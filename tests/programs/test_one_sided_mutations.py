@@ -139,7 +139,7 @@ def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) 
 
 
 def test_every_one_is_needed_of_a_gather_that_is_needed_next() -> None:
-    """The caller's stream copies the own shard during the transfer, and another gather follows."""
+    """The caller's stream copies the rank's own shard during the transfer, and another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
     def weights(x: hw.Tensor, u: hw.Tensor, v: hw.Tensor) -> hw.Tensor:

@@ -141,7 +141,7 @@ def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tens
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
-    """Their sizes are sums of quotients with many divisors, which have no common form."""
+    """Sizes that are sums of quotients with many divisors have no common form."""
     cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
     assert type(fusion).parse(str(fusion)) == fusion

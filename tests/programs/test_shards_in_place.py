@@ -73,7 +73,7 @@ def test_result(ranks: int, is_turned: bool, transport: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "is_turned", "transport"), CASES)
 def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
-    """Neither the own shard nor arriving ones are copied, and matmuls keep their epilogues."""
+    """Neither a rank's own shard nor arriving shards are copied, and matmuls keep their epilogues."""
     host = lower(layers_of(ranks, is_turned), options_of(ranks, transport))
     posted = [i for i in tree.walk(host.body) if isinstance(i, ir.Put | ir.AllGather)]
     assert not [i for i in tree.walk(host.body) if i.copies]

@@ -43,7 +43,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
-    """They are empty, as in NumPy; also if the size is uneven, so that a variant is compiled for it."""
+    """Results are empty, as in NumPy. This also holds if the size is uneven, so that a variant is compiled for it."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64["M@x", "N"], y=hw.f64["N", "M"])
     def sliced(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -290,7 +290,7 @@ def test_numpy_does_not_know_it() -> None:
 
 
 def test_a_kernel_on_some_of_the_ranks() -> None:
-    """It runs on the ranks of its operands; its axes are those of their mesh."""
+    """A kernel runs on the ranks of its operands, and its axes are those of their mesh."""
     mesh = hw.Mesh(x=4)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@r", "N"].on(mesh.ranks([2, 3], r=2)))

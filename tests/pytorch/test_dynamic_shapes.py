@@ -50,7 +50,7 @@ def codegen() -> Model:
 
 
 def mamba() -> Model:
-    """Its scan has as many steps as the largest sequence needs."""
+    """Mamba's scan has as many steps as the largest sequence needs."""
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
     return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
 

@@ -21,7 +21,7 @@ Make = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Lion(torch.optim.Optimizer):
-    """Written as users do: it updates `.data`, and its step is an int. Chen et al., 2023, arXiv:2302.06675."""
+    """Lion, written as users do: it updates `.data`, and its step is an int. Chen et al., 2023, arXiv:2302.06675."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

@@ -157,7 +157,7 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The gradient uses the dropout mask of the forward pass: the loss goes along it as it says."""
+    """The gradient uses the dropout mask of the forward pass: it predicts how the loss with the same mask changes."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]
     module, inputs = make().double().train(), draw()

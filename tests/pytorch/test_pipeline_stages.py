@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Its last stage takes a result of the first one, past the stages between."""
+    """The last stage takes a result of the first one, which the stages between do not take."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

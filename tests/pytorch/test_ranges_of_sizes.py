@@ -55,7 +55,8 @@ def test_calls_of_two_ranges() -> None:
 
 
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
-    """Which calls of each rank run a part for their sizes. A rank has compiled it when its event is set, by its third call."""
+    """For each rank and call, True if a part for the call's sizes runs. A rank has compiled the part once its event is set, at the latest
+    in its third call."""
     graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
     threads = hw.Threads(2)
 

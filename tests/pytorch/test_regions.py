@@ -192,7 +192,7 @@ def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """Runs ranks as threads, one after another as far as Dynamo traces them."""
+    """Runs ranks as threads. Dynamo traces them one after another."""
     threads = hw.Threads(2)
 
     def rank_main(rank: int) -> Any:
@@ -204,7 +204,7 @@ def on_ranks(function: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.extra
 def test_backend_on_dtensors(mesh: Any) -> None:
-    """Placements of parameters, of arguments and of results are the plan. The result is a DTensor as torch's."""
+    """Placements of parameters, of arguments and of results are the plan. The result is a DTensor, as in torch."""
     module = Model().eval()
 
     def call(rank: int) -> Any:

@@ -62,7 +62,7 @@ def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
 
 
 def expect(module: nn.Module, *how: str) -> None:
-    """Each word is the number of the layer that this one is as, or a part of why it is traced."""
+    """For each layer, `how` has the number of the equal layer that was traced, or a part of the reason why this layer was traced."""
     y, found = computed(module)
     with torch.no_grad():
         torch.testing.assert_close(y, module(X), rtol=0, atol=0)
@@ -71,7 +71,7 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Their numbers, which nothing reads, may differ; their parameters and buffers have different values."""
+    """Equal layers may differ in the values of parameters and buffers, and in their number, which nothing reads."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 

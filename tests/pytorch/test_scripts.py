@@ -1,4 +1,4 @@
-"""Scripts as users start them: the examples, and a process of torchrun a rank, with gloo on the CPU and with NCCL on GPUs."""
+"""Scripts as users start them: the examples, and one process of torchrun per rank, with gloo on the CPU and with NCCL on GPUs."""
 
 from __future__ import annotations
 

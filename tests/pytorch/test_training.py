@@ -52,7 +52,7 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
     return compiled
 
 
-LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # make STEPS; of the others one tells as much
+LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # the models that make all STEPS; the others make one
 
 
 @pytest.mark.parametrize("ranks", MESHES)
@@ -94,7 +94,7 @@ class Layers(nn.Module):
 
 
 class Rotated(nn.Module):
-    """A layer as Llama's, with the tables of rotary embeddings as buffers, which may get other values, and one head of keys."""
+    """A layer like Llama's, with one head of keys. The tables of rotary embeddings are buffers, whose values may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,8 @@ ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
 
 
 def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
-    """Both products of a derivative use one gathered value; of a rotation, an activation and repeated keys nothing is in memory."""
+    """Both products of a derivative use one gathered value. The rotation, the activation and repeated keys write no intermediate values to
+    memory."""
     torch.manual_seed(0)
     module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
@@ -192,7 +193,7 @@ def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
 
 
 def test_a_step_is_one_program() -> None:
-    """Forward, backward and AdamW in place, by rates of two groups that a schedule changes."""
+    """Forward, backward and AdamW in place. Two parameter groups have separate learning rates, which a schedule changes."""
     torch.manual_seed(2)
     module = LossOf(Layers().train())
     want, steps = copy.deepcopy(module), []
@@ -255,7 +256,7 @@ def test_layers_of_a_step_are_functions() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_models_are_one_program(name: str) -> None:
-    """Layers are functions of it: forward, backward and update."""
+    """The program of a step has three functions for its layers: forward, backward and update."""
     module, inputs, plan = training_model(name, 2)
     want = copy.deepcopy(module)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]
@@ -373,7 +374,7 @@ def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
 
 
 def test_ranks_of_a_group_train(layers: Any) -> None:
-    """Ranks call it with their part of a batch; a parameter of which each has all gets its whole gradient."""
+    """Each rank calls the module with its part of a batch. A parameter that each rank has whole gets its whole gradient."""
     compiled, module = layers
     want = gradients(module, module)[1:]
     threads = hw.Threads(2)
@@ -390,7 +391,7 @@ def test_ranks_of_a_group_train(layers: Any) -> None:
 
 
 class Tied(nn.Module):
-    """A parameter that is used twice, and a part that is computed again."""
+    """A parameter that is used twice, and a part under `torch.utils.checkpoint`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +410,7 @@ def test_tied_parameters_and_checkpoints_inside() -> None:
 
 
 class Masked(nn.Module):
-    """Attention with a mask of bools, and with one that is added, and has a gradient: neither is a constant."""
+    """Two attentions, whose masks are arguments: a mask of bools, and a mask that is added to the scores and has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +423,7 @@ class Masked(nn.Module):
 
 
 def test_a_mask_is_an_operand_of_attention() -> None:
-    """The scores are not in memory, forward or backward; a row that sees nothing has no gradient."""
+    """The scores are not in memory, forward or backward. A row without visible columns has a gradient of zeros."""
     torch.manual_seed(3)
     module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5, requires_grad=True)
     mask = torch.rand(2, 1, 1, 5) > 0.4
@@ -440,7 +441,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     module = Layers(0.25).train().double()
     x = X.double()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
-    wanted = [module.up.bias, module.down.weight]  # other paths also lead to the loss where it has no gradient
+    wanted = [module.up.bias, module.down.weight]  # parameters without a path to the loss that bypasses detached values
 
     def loss(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -459,7 +460,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
-    """A rank's module of DTensors, each with a thread for a rank: the tensors that a process of torch.distributed would have."""
+    """Each rank, here a thread, has a module of DTensors with the local tensors that a process of torch.distributed would have."""
     torch.manual_seed(4)
     want = Loss()
     placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
@@ -490,7 +491,7 @@ def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
 
 
 def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
-    """A copy, in which a rank's part of each parameter is a DTensor."""
+    """A copy of the module, whose parameters are DTensors with the local tensors of a rank."""
     module = copy.deepcopy(want)
     for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
         owner, _, name = path.rpartition(".")
@@ -521,7 +522,7 @@ def test_constants_of_equal_elements_are_no_inputs() -> None:
 
 
 class Normed(nn.Module):
-    """Batch norms, whose statistics are buffers, and a buffer of a user's that averages."""
+    """Batch norms, whose statistics are buffers, and a buffer in which the module keeps a running average."""
 
     average: torch.Tensor
 

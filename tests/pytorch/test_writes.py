@@ -19,7 +19,7 @@ from hostweave.base.errors import ArgumentError  # noqa: E402
 
 
 class Cache(nn.Module):
-    """Keys of a token go into a cache, at a place that is counted in a tensor."""
+    """Writes the keys of a token to a cache, at a position that a tensor counts."""
 
     def __init__(self) -> None:
         super().__init__()

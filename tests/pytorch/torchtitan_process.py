@@ -1,6 +1,7 @@
 """A rank of a transformer prepared like in torchtitan, as a process of torchrun, on GPUs if there are any.
 
-It prints "trained" if 20 steps are those of torch, and "loaded" if a checkpoint of tp 4 goes on at dp 2 x tp 2 as it would have.
+It prints "trained" if 20 steps equal those of torch. It prints "loaded" if training of a tp 4 checkpoint continues at dp 2 x tp 2 as it
+does at tp 4.
 
 torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py
 """
@@ -124,19 +125,19 @@ def make(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches(count: int, device: torch.device, part: slice = slice(None)) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels; with `part` some of their rows."""
+    """Batches of tokens and labels. `part` selects rows."""
     torch.manual_seed(5)
     return [(torch.randint(0, WORDS, (4, 8))[part].to(device), torch.randint(0, WORDS, (4, 8))[part].to(device)) for _ in range(count)]
 
 
 def rows_of(group: hw.Group) -> slice:
-    """The rows of this rank of dp 2 x tp 2."""
+    """The rows of a batch that this rank gets on a mesh of dp 2 x tp 2."""
     return slice(0, 2) if group.rank < 2 else slice(2, 4)
 
 
 def train(group: hw.Group, device: torch.device, policy: MixedPrecisionPolicy, tolerance: float) -> None:
-    """Forward and backward compiled, with the loss of the rank's rows outside, and torch's training of a module that was prepared in the
-    same way."""
+    """Compares compiled training with torch's training of a module that was prepared in the same way. The loss of the rank's rows is
+    computed outside of the module."""
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Transformer().to(device)
@@ -175,7 +176,7 @@ class WithLoss(nn.Module):
 
 
 def load(group: hw.Group, device: torch.device, folder: str) -> None:
-    """A step of tp 4 with its optimizer is saved, and loaded by one of dp 2 x tp 2; both continue equally."""
+    """Saves a training step of tp 4 with its optimizer, and loads it into one of dp 2 x tp 2. Both continue with equal results."""
     torch.manual_seed(1)
     whole, given, of_all = Transformer().to(device), batches(4, device, rows_of(group)), batches(4, device)
     meshes = [

@@ -25,7 +25,7 @@ class Loss(nn.Module):
 
 
 class Broken(Loss):
-    """The same. Its graph breaks behind the first linear."""
+    """The same module, with a graph break after the first linear."""
 
     def forward(self, x: Any) -> Any:
         hidden = self.up(self.norm(x))
@@ -34,7 +34,7 @@ class Broken(Loss):
 
 
 def joined() -> tuple[hw.Group, torch.device]:
-    """The group of the ranks, over that of torch, and this rank's device."""
+    """Joins torch's process group, and Hostweave's group with its store. Returns the latter, and this rank's device."""
     on_gpus = torch.cuda.is_available()
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     group = hw.init(hw.TorchStore())
@@ -44,7 +44,7 @@ def joined() -> tuple[hw.Group, torch.device]:
 
 
 def train_in_regions(want: nn.Module, mesh: Any, x: torch.Tensor) -> None:
-    """The backend of torch.compile, with ops on local parts and a graph break: these run eagerly, on DTensors and on parts of them."""
+    """Tests the backend of torch.compile on a module with a graph break and with ops on local parts of DTensors, which run eagerly."""
     alone, module = copy.deepcopy(want), Broken().to(x.device)
     module.load_state_dict(want.state_dict())
     parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -71,7 +71,7 @@ def train(group: hw.Group, device: torch.device) -> None:
     for make, options in ((adamw, None), *of_step):
         alone, module = copy.deepcopy(want), copy.deepcopy(want)
         parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        # One operator for all parameters, as torch takes on GPUs, is refused where some are DTensors and others are not.
+        # foreach: torch updates all parameters by one operator on GPUs, which refuses a mixture of DTensors and plain tensors.
         optimizers = [make(one.parameters(), foreach=False) for one in (module, alone)]
         given: dict[str, Any] = {"training": True} if options is None else {"optimizer": optimizers[0], **options}
         compiled = hostweave.torch.compile(module, mesh, {}, (x,), **given)

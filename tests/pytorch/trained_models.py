@@ -102,7 +102,7 @@ def swin() -> tuple[nn.Module, Inputs]:
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
-    """ResNet-50, which has bottlenecks, of a smaller depth and width."""
+    """A ResNet with bottlenecks, like ResNet-50, but with smaller depth and width."""
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck", downsample_in_bottleneck=False, num_labels=3
     )
@@ -182,7 +182,7 @@ MODELS: dict[str, Trained] = {
 
 
 def trained(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, str], hw.Mesh]:
-    """A model with arguments, and its plan for so many ranks. Two ranks shard weights, or the batch if no weight is sharded."""
+    """A model with arguments, and its plan for this number of ranks. Two ranks shard weights, or the batch if no weight is sharded."""
     torch.manual_seed(ranks)
     module, inputs = MODELS[name].make()
     plan = dict(MODELS[name].plan)

@@ -217,7 +217,7 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """They run one after another, or raise an error that asks for it."""
+    """Launches by several threads run one after another, or raise an error that asks for `with step:`."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays

@@ -179,7 +179,7 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """The other rank launches its graph later. The second launch says as much as the first, and so does one behind a call."""
+    """One rank launches its graph too late. The report names the same line for the first launch, the second one, and one after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
 

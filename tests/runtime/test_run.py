@@ -369,7 +369,7 @@ class BrokenAttribute:
 
 
 class BrokenNamespace:
-    """Its values can be passed, but its library makes no results."""
+    """The array's values can be passed, but its library cannot make results."""
 
     def __dlpack__(self, **options: Any) -> Any:
         return np.ones((2, 2), np.float32).__dlpack__(**options)

@@ -25,7 +25,7 @@ SCATTER = {
 }
 REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192): 0.058}
 
-PIPELINE = {2: 1.484, 8: 2.68}  # by ranks: a gather of 8192 x 8192 in front of 7168 columns
+PIPELINE = {2: 1.484, 8: 2.68}  # by ranks: a gather of 8192 x 8192, and a matmul with 7168 columns
 
 # 2 H200, from docs/performance.md: milliseconds with this number of chunks by puts (0: in sequence), and in sequence.
 GATHER_OF_TWO = {

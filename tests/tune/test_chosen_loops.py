@@ -29,7 +29,7 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A machine whose links and matmuls relate at these sizes as those of GPUs at large ones.
+# A slow machine: at the small sizes of these tests, its links and matmuls take times in the same ratio as those of GPUs at large sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
@@ -72,7 +72,7 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
-    """Like a gathered gradient: its rows feed a matmul, then its columns feed that of a weight, and it is also returned."""
+    """A gathered value, such as a gradient, has three uses: its rows in one matmul, its columns in a second one, and as a result."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -128,7 +128,7 @@ def test_explain() -> None:
 
 
 def test_explain_says_what_a_faster_way_would_gain() -> None:
-    """If the model predicts that another alternative is faster: the gain, the required gain, or that the choice was stated."""
+    """If another alternative is predicted to be faster, the text gives its gain, and the required gain or that the choice was stated."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
@@ -186,7 +186,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """They run in sequence: a chosen loop refuses no call that the program would otherwise accept, by any method of calling."""
+    """Calls whose sizes a chosen loop does not divide run in sequence, by any method of calling."""
     random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
     given, threads = arrays(), hw.Threads(ranks)

@@ -45,7 +45,7 @@ def test_sums_of_extents() -> None:
 
 
 def test_sizes_of_shares() -> None:
-    """Their text is parsed back for any size that is sharded."""
+    """The text of dims is parsed back for any size that is sharded."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
     part = Size(1, (LocalSize(m, ("x",)),))

@@ -121,7 +121,7 @@ def stamp_of(folder: Path) -> str:
     If a file was edited after this process began to import the package, the old code may be running. The stamp is then unique.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    soon = time.time_ns() + _SKEW  # ignore later times: the clock was set back after them
+    soon = time.time_ns() + _SKEW  # ignore files with later times, from before the clock was set back
     late = any(base.imported_at <= status.st_ctime_ns <= soon for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if late else "")

@@ -138,7 +138,8 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 def loader(cubins: Mapping[str, Path]) -> str:
     """Text of a C++ file that embeds cubins, given by the names of their units.
 
-    It defines each of their kernels, which have a bank of constants for their parameters, but not the functions that kernels call.
+    It defines a `hw::JitKernel` for each kernel in the cubins. A kernel is recognised by its bank of constants, which the functions that it
+    calls lack.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

@@ -1,9 +1,9 @@
 """Finds communications of one rank that must be ordered and are not. They use different channels, or their signals share a counter.
 
-A device may start unordered communications in another order on every rank. If a transport occupies multiprocessors, each of them keeps
-part of the device while it waits for its peers. A signal is a count that the sender raises, so a signal that overtakes another is taken
-for it. Element counts are exchanged through memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in
-any order that its edges allow. Signals and waits keep the order of issue in all these orders.
+A device may start unordered communications in another order on every rank. If a transport occupies multiprocessors, each communication
+keeps part of the device while it waits for its peers. Signals are only counted, so a signal that overtakes another is mistaken for it.
+Element counts are exchanged through memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any
+order that its edges allow. Signals and waits must keep their order of issue in each of these orders.
 """
 
 from collections import defaultdict

@@ -47,10 +47,10 @@ def check(
     donated input after it was; outputs that are not written completely. The order is happens-before, by vector clocks (Fidge
     1988, Mattern 1989).
 
-    If ranks access each other's memory, two calls in a row are checked: a put of the second call must come after the work of its target
-    in the first. The puts, signals and waits of a rank must follow one another. The program must also end if each device runs all
-    streams of its rank as one queue, in the order of issue, and if signals do not add up. It then ends in a CUDA graph, too, whose
-    branches may run as one queue in any order that its edges allow.
+    If ranks access each other's memory, two calls in a row are checked: a put of the second call must come after the target's work in the
+    first call. The puts, signals and waits of a rank must follow one another. The program must also end if each device runs all streams of
+    its rank as one queue, in the order of issue, and if signals are not counted. It then ends in a CUDA graph, too, whose branches may run
+    as one queue in any order that its edges allow.
     """
     calls = 2 if program.has_signals else 1
     results = None
@@ -96,8 +96,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of bytes that another write has replaced, and that write. If the write comes later, the error about the race says
-        # more.
+        # The first read of bytes that do not hold the buffer's values, and the write that replaced them. It is reported only if there is no
+        # race, because the error of a race is more precise.
         self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.in_turn = InTurn()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -138,7 +138,7 @@ class _Checker:
             return
         for earlier in self.posted.unordered(task, clock):
             one, other = task.operation.communications[0], earlier.communications[0]
-            what = "over different channels" if one.channel != other.channel else "not both the library's, which orders its own"
+            what = "over different channels" if one.channel != other.channel else "not both of the library, which orders only its own"
             fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.in_turn.unordered(task, clock):
@@ -247,7 +247,7 @@ def _rank_of(part: Operation, access: Access) -> int:
 
 def _remedy(later: Operation, earlier: Operation) -> str:
     if later.rank != earlier.rank:
-        return "add a signal after the one, and a wait for it before the other"
+        return "add a signal after the first, and a wait for that signal before the second"
     if later.stream and not earlier.stream:
         return f"add fork {later.stream[0]} between them"
     if earlier.stream and not later.stream:

@@ -21,7 +21,8 @@ Clock = list[int]  # a vector clock: for each stream of each rank, how many of i
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from others. When it ends, its clock includes the clocks with which those started."""
+    """Data that a task receives from other tasks. When the receiving task ends, its clock includes the clocks with which the senders
+    started."""
 
     sources: list[Task]
     known: Clock | None = None

@@ -194,7 +194,7 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
             raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another number", part.instruction)
     if stuck:
         first = stuck[0]
-        why = "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
+        why = "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
         raise failure(
             instances.program, f"{first}: {why}; issue the operations that rank {first.peer} waits for before it", first.instruction
         )

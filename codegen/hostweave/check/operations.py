@@ -121,7 +121,7 @@ class Operation:
 
     @property
     def takes_turns(self) -> bool:
-        """True if a device may run it one after another with communications of other channels."""
+        """True if a device may run it and communications of other channels one after another."""
         return any(part.channel.takes_turns for part in self.communications if part.channel)
 
     def __repr__(self) -> str:

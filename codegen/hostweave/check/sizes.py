@@ -54,9 +54,9 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         needed.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
     for dim_size in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
         if not set(dim_size.factors) <= sizes.keys():
-            continue  # parts and blocks are whole at any size
+            continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # A multiple of the divisor always fits. A size that is a single name needs one.
+            # It suffices that the first symbol is a multiple of the divisor. For a size of one symbol this is also necessary.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
@@ -64,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """The smallest depth with the parity of `count` that has the first, the last and all named tensors of groups and stacks."""
+    """The smallest depth with the parity of `count` at which all tensors exist that the program selects by a constant index."""
     types, stated = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -118,8 +118,8 @@ def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dic
     return chosen if fit_from(0) else None
 
 
-ROOM, SHARD = 3, 2  # elements of a dim, at least, and of each shard
-MOST_ELEMENTS = 2**14  # if all buffers of a rank have at most so many elements, every dim is enlarged; otherwise only dims that add few
+ROOM, SHARD = 3, 2  # minimum elements of a dim, and of each shard
+MOST_ELEMENTS = 2**14  # above, only dims that add few elements are enlarged
 NEAR = 64  # largest ratio to the minimal size
 LITTLE = 1.5  # largest ratio of elements
 
@@ -149,7 +149,8 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
 
 @ir.analysis
 def sizes_of_results(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """The sizes to check, without much larger ones. `with_far_branches` covers the code for those."""
+    """The sizes to check, except sizes that are much larger than the minimal ones. `with_far_branches` covers the branches that need
+    those."""
     return sizes_to_check(program, NEAR)
 
 

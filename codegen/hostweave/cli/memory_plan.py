@@ -140,7 +140,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """The matmuls on the caller's stream, which has no workspace."""
+    """The matmuls on the caller's stream. They need a workspace from the arena, because that stream has none."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

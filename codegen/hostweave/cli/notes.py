@@ -18,7 +18,7 @@ MUCH = 0.1  # fraction of the bytes of a rank's inputs and outputs
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
     """One line for each costly choice, with its location. `fusion` is the last stage before the host IR; `sizes` has defaults.
 
-    A gather counts as stated by `hw.reshard` and by `.stream`. A copy is reported if a communication cannot use a view.
+    Gathers that the user states by `hw.reshard` or `.stream` are not reported. A copy is reported if a communication cannot use a view.
     """
     bound = RankSizes(usual_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))

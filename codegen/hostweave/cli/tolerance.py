@@ -34,6 +34,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     bools.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the roundoff of the accumulator (f32, or f64 for f64):
+
     - the result is rounded once, and so is each of up to three ops before it: rtol = 4 u;
     - a sum of n such terms is a random walk of size sqrt(n). In sequential addition, each of n additions has an error of up to a times the
       sum so far. The total is a * n / sqrt(6) in the mean square, and 5 standard deviations are below 2 a n. At most b = 512 terms are

@@ -119,7 +119,7 @@ class Overlap:
 
 
 def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds of the own chunks, then of each other chunk once it has arrived. Chunks arrive one after another."""
+    """Seconds of the rank's own chunks, then of each other chunk once it has arrived. Chunks arrive one after another."""
     computed, arrived = here, 0.0
     for transfer in transfers:
         arrived += transfer

@@ -45,7 +45,7 @@ class _Loop(Lowering, Signals):
 
 
 class PutGather(_Loop):
-    """All-gather: the own shard is used in place, and the others arrive one after another.
+    """All-gather: the rank's own shard is used in place, and the others arrive one after another.
 
     If the program computed the shard, peers get it from its memory. If the shard is not in a window, it is put to the peers.
     """
@@ -147,7 +147,7 @@ class PutGather(_Loop):
 
 
 class _PutScatter(_Loop):
-    """Reduce-scatter: the other ranks' blocks come first, each put to its owner. A kernel adds the landed terms to the own one."""
+    """Reduce-scatter: the other ranks' blocks come first, each put to its owner. A kernel adds the landed terms to the rank's own term."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result

@@ -24,7 +24,8 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-FIRST, LAST = ROTATIONS  # a gather starts with the own shard, which is ready; a reduce-scatter ends with it, since it need not travel
+# A gather starts with the rank's own shard, which is ready. A reduce-scatter ends with it, since it need not travel.
+FIRST, LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Schedule:
 class Lowering:
     """Lowering of the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
 
-    needs_count: ClassVar[bool] = False  # only for a known number of steps; of the reductions only sums
+    needs_count: ClassVar[bool] = False  # needs a known number of steps, and supports no reductions except sums
     multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to the contents of the buffer
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, in_loop: Set[str], reduction: TermReduction):

@@ -50,7 +50,7 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """Name, type, dtype, number of the layout and memory of a parameter."""
+    """The description of a parameter in the module: its name, type, dtype and memory, and the number of its layout."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]

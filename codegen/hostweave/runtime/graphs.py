@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ArgumentError, ExecutionError
 
 MOST_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
-CALLS_PER_NEW_ARRAY = 8  # one in so many calls may have new arrays
+CALLS_PER_NEW_ARRAY = 8  # at most one in this number of calls may have new arrays
 
 
 class CommonGraphs:

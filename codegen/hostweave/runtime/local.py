@@ -218,7 +218,7 @@ class LocalProgram:
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
         """Stages prepared calls: allocates memory for them, and fetches arrays from GPUs of other ranks.
 
-        Returns the function that makes them, by `work`, on the rank's thread.
+        Returns a function that makes the calls by `work`. It is called on the rank's thread.
         """
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
@@ -417,11 +417,11 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Inside, plans are made. Ranks that are processes all use the algorithms that one of them has measured, now or before.
+        """Plans are made inside this context. Ranks that are processes all use the algorithms that one of them has measured, now or before.
 
-        Ranks exchange algorithms at their first plans, and for sizes that all of them compare. If only this rank has other
-        arrays, nothing is exchanged, since plans of the same sizes measure nothing new. Ranks of a program without communication
-        exchange at the first plans only.
+        Ranks exchange algorithms at their first plans, and for sizes that all of them compare. If only the arrays of this rank have
+        changed, nothing is exchanged: plans for the same sizes measure nothing new. Ranks of a program without communication exchange at
+        the first plans only.
         """
 
         def gathered(record: str) -> list[str]:

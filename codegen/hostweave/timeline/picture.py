@@ -15,7 +15,7 @@ MEMORY = 48  # height of the maximum memory, in pixels
 LETTER = 6.2  # pixels of one character
 MOST_RANKS = 16  # most ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
-APART = 4.0  # a timeline that is so many times longer than another one gets a separate scale
+APART = 4.0  # timelines get separate scales if their lengths differ by more than this factor
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Picture:
 
     @cached_property
     def shades(self) -> list[Box]:
-        """Shades behind exposed communication, over all lanes of a rank."""
+        """Shaded areas of exposed communication, over all lanes of a rank."""
         return [
             Box(number, -1, round(start, 3), round(end, 3), x := self.x(number, start), y, self.x(number, end) - x, height, "exposed")
             for number, timeline in enumerate(self.timelines)

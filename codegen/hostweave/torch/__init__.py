@@ -84,6 +84,7 @@ def compile(
     With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program of the
     forward pass, the backward pass and the optimizer's step in place. The module must return one scalar, the loss. The step of a
     torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and its state.
+
     `clip_grad_norm` is the largest norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N`
     the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean. `scaler` is a torch.amp.GradScaler:
     a call that updates also does the work of its `scale`, `unscale_`, `step` and `update`, for 16-bit gradients.

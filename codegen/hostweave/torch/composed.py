@@ -134,7 +134,8 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Joins the elements up to each one: each step joins twice as many (Hillis and Steele, 1986)."""
+    """Inclusive scan: element i of the result joins elements 0 to i. Each step doubles the number of joined elements (Hillis and Steele,
+    1986)."""
     if not values[0].ndim:
         return values
     size, by = values[0].shape[dim], 1

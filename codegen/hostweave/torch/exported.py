@@ -99,7 +99,7 @@ def exported(
 
 @contextmanager
 def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
-    """While it lasts, modules of transformers use scans and triangular solvers, of which not all that export have an op.
+    """Inside, modules of transformers use scans and triangular solvers, which they avoid in other exports because some formats lack them.
 
     Otherwise they compute the elements of a sequence one by one.
     """

@@ -1,6 +1,6 @@
 """Functions of torch on tensors of a fusion: a fusion may call `torch.relu(x)` or `torch.nn.functional.silu(x)`. A call is recorded as ATen
-ops on tensors without memory, which are looked up in the table, as for modules. Meanwhile, unusual numbers replace sizes that are known
-only at a call.
+ops on tensors without memory. The table translates these ops, as for modules. During the recording, unusual numbers stand for sizes that
+are known only at a call.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Torch's decompositions and those of this package. Torch looks at every op of C++ to list its own."""
+    """Torch's decompositions and those of this package. They are cached, because torch visits all of its ops to list them."""
     return {**core_aten_decompositions(), **decompositions()}
 
 

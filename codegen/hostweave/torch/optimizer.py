@@ -448,7 +448,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Steps in which one scheduled option is slightly changed, for options that the code accepts so."""
+        """Steps in which one scheduled option is slightly changed. Omits options for which the optimizer's code then fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:

@@ -72,7 +72,7 @@ def _of_place(name: str, place: int, each: int, places: int, microbatches: int) 
 
 
 def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
-    """One order of all actions that keeps the order of each place: by start time, if all actions take equally long."""
+    """Merges the orders of all places by start time, as if all actions took equally long."""
     done: dict[tuple[bool, int, int], int] = {}  # end times of forward and backward passes
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):

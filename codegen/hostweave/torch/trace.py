@@ -68,7 +68,7 @@ LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a l
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
-    """The function of each repeated layer, by the layer's first node. `prefix` begins the names of the functions."""
+    """The function of each repeated layer, by the layer's first node. The functions' names begin with `prefix`."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
@@ -77,7 +77,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """With `names` the update is omitted, as in `_program`."""
+    """The fusion that `_program` records. With `names` the graph's update is omitted."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -87,8 +87,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
     """The function that records a graph.
 
-    With `names` the update is omitted, and `names` gets the name of each node's value, or "" for an input. Several nodes may have one
-    value.
+    With `names` the graph's update is omitted. `names` then gets the name of each node's value, or "" for an input. Several nodes may have
+    one value.
     """
     update, names = (None if names is not None else graph.update), names or {}
 
@@ -159,7 +159,7 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
 
 
 def _number(size: str, values: NodeValues) -> hw.Tensor:
-    """A size that is known only at a call, as an i64 tensor: one more than the last index."""
+    """A size that is known only at a call, as an i64 tensor: the largest index of the dim, plus 1."""
     of = next(value for value in values.values() if isinstance(value, hw.Tensor))
     return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
 
@@ -283,7 +283,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if the program's arguments of a layer are sharded as the operands of the equal layers."""
+    """True if the program's inputs that a layer takes are sharded like the values that equal layers take in their place."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -165,13 +165,14 @@ class Attended:
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
-        """Attention to one block of the columns. Only the own block has a causal mask. In zigzag, half of any other block is masked."""
+        """Attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag, half of any other block is
+        masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
 def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
-    """Local attention of an op on one rank, or a third of its gradients."""
+    """Local attention of an op on one rank. For one of the three gradients it is a third of the backward pass."""
     types = [value.type for value in map(fusion.values().__getitem__, op.tensors[:3])]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
@@ -257,9 +258,9 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Seconds of the extra copies of a gather by copy engines: to copy the own shard, and to lay out all shards.
+    """Seconds of the extra copies of a gather by copy engines: to copy a rank's own shard, and to lay out all shards.
 
-    Copy engines do not move the own shard. No transport interleaves shards along a dim that is not outermost.
+    Copy engines do not move it. No transport interleaves shards along a dim that is not outermost.
     """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out

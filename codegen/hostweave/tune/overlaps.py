@@ -334,7 +334,7 @@ def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> 
 def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
     """Earliest position of the op at `place` from which the ops that it passes hide it. Never later than `place`.
 
-    The op stays behind the kernel that makes its operand. Pointwise ops that read the operand too are part of that kernel.
+    The op stays after the kernel that makes its operand. Pointwise ops that read the operand too are part of that kernel.
     """
     op, best, passed = ops[place], place, 0.0
     kernel = set(op.tensors)

@@ -64,8 +64,8 @@ void hw_cpu_fail_call(const char* call, int nth);
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);
 
-// Report of the failure that stopped all ranks, else this thread's last error, else "". Valid until this thread's next
-// call of it.
+// Report of the failure that stopped all ranks, else this thread's last error, else "". Valid until this thread calls the
+// function again.
 const char* hw_cpu_last_report(void);
 // 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
@@ -105,7 +105,8 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Increments a word each time that the last op of a stream is done. For a captured op that is once per launch of its graph.
+// Increments a word when the op that is now the last one on the stream is done. If that op is captured, each launch of its
+// graph increments the word.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
 // Binary signals: a rank gives the next one only after its peer has consumed the previous one, in calls and in graphs.

@@ -65,7 +65,7 @@ class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
   // Throws ExecutionError if the device's library does not support the problem. Also throws if a row has no column, unless
-  // lengths decide that.
+  // there are lengths.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

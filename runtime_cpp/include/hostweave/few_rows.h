@@ -51,7 +51,7 @@ __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
-// The i-th 4 adjacent terms of a read, in 16 bits each.
+// Terms 4 i to 4 i + 3 of a read, of 16 bits each.
 template <class T>
 __device__ uint2 four_terms(const uint4& v, int i, T) {
   static_assert(sizeof(T) == 2);
@@ -139,7 +139,7 @@ struct WideSums {
       }
     }
   }
-  // Fragment of two columns and the i-th 4 terms.
+  // Fragment of two columns and of terms 4 i to 4 i + 3.
   __device__ static uint4 weights_of(const uint4 (&w)[8], int i, int pair) {
     if constexpr (kTransposed) {
       const uint2 even = four_terms(w[2 * pair], i, T()), odd = four_terms(w[2 * pair + 1], i, T());
@@ -269,7 +269,7 @@ __device__ WarpPart warp_part(int terms) {
 }
 
 // Calls end(row, column, sums) for every element, with one sum per matmul, in one thread each. Calls hw::griddep_wait() after it
-// has prefetched the first weights and allowed the next kernel to launch. With `kOfBlocks`, the sums have the scales of blocks.
+// has prefetched the first weights and allowed the next kernel to launch. With `kOfBlocks`, the scales of blocks are applied.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {

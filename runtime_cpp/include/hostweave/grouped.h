@@ -19,14 +19,15 @@ inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
 
-// Group e has rows starts[e] to before ends[e], counted from before row `first` of the operands. Groups do not overlap.
+// Group e has the rows with numbers from starts[e] to below ends[e]. The first row of the operands has number `first`. Groups
+// do not overlap.
 class GroupedPlan {
  public:
   GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}
 
-  // With `other` [E, K, N] the product of each group of rows of x [T, K] with its matrix: result [T, N]. Rows without a group are
-  // zeros. With `other` [T, N] the product of the transposed rows of x with its rows: result [E, K, N]. Empty groups have zeros.
-  // Throws ExecutionError if no kernel supports the layouts.
+  // With `other` [E, K, N], each group of rows of x [T, K] is multiplied by its matrix: result [T, N]. Rows without a group are
+  // zeros. With `other` [T, N], the transposed rows of x are multiplied by the rows of `other`: result [E, K, N]. Empty groups
+  // have zeros. Throws ExecutionError if no kernel supports the layouts.
   void prepare(const Strided& x, const Strided& other, const Strided& result);
 
   // Uses the shapes of the last prepare.

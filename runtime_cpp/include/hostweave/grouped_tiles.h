@@ -14,7 +14,7 @@ constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024
 
 #ifdef __CUDACC__
 
-// i, at least 0 and at most `most`.
+// i, clamped to the range from 0 to `most`.
 __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : i < most ? i : most; }
 
 template <class T>

@@ -116,7 +116,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """Trades copies of the own shard and of all shards to their columns against matmuls that fill fewer multiprocessors."""
+    """The model compares two costs: copies of shards, and matmuls of single shards, which fill fewer multiprocessors."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]

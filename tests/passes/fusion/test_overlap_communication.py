@@ -208,7 +208,7 @@ def test_a_gather_with_nothing_beside_it() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """They stay if nothing else overlaps; for stated sizes, also in functions."""
+    """Small sums stay synchronous if nothing else overlaps. For stated sizes this also holds in functions."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)

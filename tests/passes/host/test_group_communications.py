@@ -177,7 +177,7 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_what_lays_out_comes_behind() -> None:
-    """An unpack of received data moves behind the next communication, unless that reads or overwrites its result."""
+    """An unpack of received data moves after the next communication, unless that reads or overwrites its result."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))

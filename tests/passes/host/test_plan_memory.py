@@ -1,5 +1,4 @@
-"""Memory sharing: buffers that share memory: chunks of steps, results and their operands, and disjoint live ranges in the order of
-streams."""
+"""Buffers that share memory: chunks of steps, results and their operands, and buffers with disjoint live ranges."""
 
 from __future__ import annotations
 

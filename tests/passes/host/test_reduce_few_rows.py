@@ -74,7 +74,8 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_of_three_reductions_in_a_row_two_are_one() -> None:
-    """A ring adds the terms that it received. Both launches behind that sum were combined with the one before them, which was lost."""
+    """Two of three consecutive sums become one kernel. Once, the first and the last were both joined with the middle one, which was
+    lost."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

@@ -185,7 +185,8 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
 
 
 def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
-    """They are packed unless they are contiguous. If both meshes split a dim, each shard of one may overlap each shard of the other."""
+    """Uneven blocks are packed unless they are contiguous. If both meshes split a dim, each shard of one may overlap each shard of the
+    other."""
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}, %v: f32[K, M@x] {ON_A}) mesh(x=4) {{
           %y: f32[M, K] {ON_B} pinned = reshard(%x)

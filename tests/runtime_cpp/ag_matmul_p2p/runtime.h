@@ -170,7 +170,7 @@ class Arena {  // grows when a larger shape comes, never per call
   size_t size_ = 0;
 };
 
-class Matmul {  // row-major C[m, n] = A[m, k] B[k, n], which cuBLASLt sees as column-major C' = B' A'; one plan a shape
+class Matmul {  // row-major C[m, n] = A[m, k] B[k, n], which cuBLASLt sees as column-major C' = B' A'; one plan per shape
  public:
   Matmul(Rank& rank, cudaDataType_t dtype, cublasComputeType_t compute) : rank_(rank), dtype_(dtype) {
     HW_CHECK(cublasLtMatmulDescCreate(&desc_, compute, CUDA_R_32F));

@@ -53,7 +53,7 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
 
 
 def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """Returns the integer inputs that are places, lengths or offsets: the role of each, and its bound."""
+    """Returns the role and the bound of each integer input that holds positions, lengths or offsets."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, most in _steering(fusion, sizes):
         before = found.get(name, (role, most))
@@ -62,7 +62,8 @@ def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]
 
 
 def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that steers an op. A value that only moves elements is replaced by its source."""
+    """Yields the name, role and bound of each value that steers an op. If an op only moves elements, its operand is named instead of its
+    result."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

@@ -31,7 +31,7 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """The memory of all ranks, and the progress of each. `lanes` is the number of lanes of a rank: one a seed."""
+    """The memory of all ranks, and the progress of each. `lanes` is the number of lanes of a rank: one per seed."""
 
     def __init__(self, instances: Instances, met: Sequence[MatchedCollective], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions

@@ -34,7 +34,7 @@ from hostweave.types.tensor import block_of, global_shape, holds
 SEEDS, MOST_SEEDS = 3, 12
 NEARLY = 1e-9  # equal in f64
 FEW = 2 * 10**4  # elements of all seeds
-MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # above so many elements a program has two seeds with opposite signs; above the second number, one
+MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # programs with more elements have two seeds with opposite signs, and one seed
 
 
 @dataclass(frozen=True)

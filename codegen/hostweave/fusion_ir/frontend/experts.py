@@ -28,8 +28,8 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     The second form is the gradient of b in the first one. A group begins at the end of the previous one. Offsets are data: they do not
     decrease, and are not read by the host. On the CPU target groups that overlap are an ExecutionError. Rows after the last group are zeros
-    in the first form. Products of f16 and bf16 are summed in f32. All operands may have one more dim in front, of a batch, as
-    `moe_dispatch` gives.
+    in the first form. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, as the result of
+    `moe_dispatch` has.
 
     E, K, N and T may be sharded. A rank multiplies its part of the rows by its matrices. A sharded dim that the result lacks gives a
     partial sum.

@@ -165,7 +165,7 @@ def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
 @checked
 def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
-    """A tensor of ones, with shape and dtype as for `hw.zeros`. Raises ProgramError.
+    """A tensor of ones, with shape, dtype and errors as for `hw.zeros`.
 
     Example: `hw.ones(("M", "N"), hw.bf16)`, `hw.ones("M")`.
     """
@@ -188,7 +188,8 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     """The vector start, start + step, ... of numbers before `stop`. A single argument is `stop`, and start is then 0.
 
     `stop` may be a size as text, such as "M"; `start` and `step` are then ints, and step is 1 or a divisor of `stop - start` at each call.
-    Elements are computed in i64 for a dtype of 64 bits, otherwise in i32. Raises ProgramError for others, and for bool.
+    Elements are computed in i64 for a dtype of 64 bits, otherwise in i32. Raises ProgramError for other bounds or steps, and for dtype
+    bool.
 
     Example: `hw.arange("M")` numbers the rows of `x: f32[M, N]`.
     """

@@ -277,10 +277,11 @@ def inverse_order(order: Tensor, axis: Axis) -> Tensor:
 
 
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
-    """Order of elements that are numbers of groups, from 0 to `groups`; those with the last number belong to no group.
+    """Sorts elements by group. Each element of x is the number of its group, below `groups`, or `groups` if it has no group.
 
-    An i32 tensor with, along the dim of N elements: the end of each group, then for each place the index of its element, then for each
-    element its place. Elements of a group keep their order. An element without a group has place 0, and unused places have index 0.
+    Returns an i32 tensor. Along the dim, which had N elements, it holds three lists: the end of each group; for each sorted place, the
+    index of the element there; for each element, its sorted place. Elements of a group keep their order. An element without a group has
+    place 0, and unused places have index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 

@@ -203,7 +203,8 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group of which a column holds another value and then all tensors except the last; () if there is none."""
+        """The stack or group whose tensors a column holds one call late: first another value, then all tensors except the last. () if there
+        is none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -287,7 +288,7 @@ class _Repeats:
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that are a value itself, or a reshard of it without other uses."""
+        """Outputs of the program that return this value, or a returned reshard of it."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
@@ -309,7 +310,7 @@ class _Rewriting:
         self.functions: dict[str, Fusion] = {}
 
     def depth(self, calls: int) -> Size:
-        """Number of calls: a size of the program if groups have as many tensors, since nothing else depends on it."""
+        """The depth of a repeat: a named size if some group has as many tensors as there are calls, otherwise an int."""
         if calls not in self.in_groups:
             return Size(calls)
         if calls not in self.sizes:

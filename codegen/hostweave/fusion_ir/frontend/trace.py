@@ -330,7 +330,7 @@ class _Trace:
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
         """Names tensors after variables in the functions that made them. Tensors that existed before are arguments and keep their names.
 
-        A frame that is referenced keeps its variables after its function returned. Then outer frames come first.
+        A frame that is still referenced keeps its variables after its function has returned. Outer frames are visited first.
         """
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():

@@ -81,7 +81,7 @@ class OpDef:
     )
     adds_up: tuple[tuple[int, int], ...] = ()  # operands and dims over which its elements are sums, if labels do not express them
     follows_index: bool = False  # elements follow from their indices alone, so each rank makes its shard
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # the same for the scores of a softmax inside, times the scale
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # the same for the scores of its softmax, before the scale
     whole: str = ""  # verb for its effect on a dim that it needs completely
 
     is_view: bool = False  # pointer arithmetic on local data, without a call

@@ -208,7 +208,7 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Set elements stay in place. Sums over the source are partial, since each rank adds its own part of it."""
+    """The result is sharded like x. Ranks may share the source only if the op adds: each adds its own part, which gives a partial sum."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)

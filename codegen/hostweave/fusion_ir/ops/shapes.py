@@ -130,7 +130,7 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
     """Axes of a reshape's dims such that no element changes its rank, as from [8@y,x] to [2@y, 4@x]. None if there are none.
 
-    In both shapes each rank has one index of every dim before the last sharded one, which is shared evenly.
+    This requires, in both shapes, that the last sharded dim is shared evenly, and that a rank has a single index of every dim before it.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)

@@ -70,10 +70,11 @@ class Matmul(Compute):
 
 @dataclass(frozen=True)
 class Grouped(Compute):
-    """Products of groups of rows. Group e has rows `starts[e]` to before `ends[e]`, counted from before row `first` of the operands.
+    """Products of groups of rows. Group e has the rows with numbers from `starts[e]` to below `ends[e]`.
 
-    Starts and ends are contiguous [E] of i32. Rows outside of the matrix are ignored. Groups must not overlap. Products of 16-bit
-    floats are summed in f32, and may be written so. In x and dst the elements of a row are contiguous.
+    The first row of the operands has number `first`. Starts and ends are contiguous [E] of i32. Rows outside of the matrix are ignored.
+    Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and dst the elements of a row are
+    contiguous.
     """
 
     x: Read

@@ -23,7 +23,7 @@ class Fork(Instruction):
     """The streams of the pool wait for the caller's stream."""
 
     stream: Forked
-    first: int | None = None  # only so many streams, from the first on; None: all
+    first: int | None = None  # number of streams, from the first on; None: all
     syntax = "fork {stream} first {first}"
     orders = True
 

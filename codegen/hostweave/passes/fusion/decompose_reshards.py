@@ -166,7 +166,7 @@ class _Decomposition(OpRewriter):
     def remove(self, op: Op, source: str) -> None:
         """Removes a reshard without effect. Its name and stream move to its producer, or to a copy if the producer cannot have them.
 
-        If the producer has other uses, only the name of a returned value moves, and these read that.
+        If the producer has other uses, this is done for a returned value only. The other uses then read the value by its new name.
         """
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1

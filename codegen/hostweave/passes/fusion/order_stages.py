@@ -60,7 +60,7 @@ class _Ranks:
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: picks the op that can start first. Ties go to moves, then to the op with the least work behind it.
+        """List scheduling: picks the op that can start first. Ties go to moves, then to the op with the least work after it.
 
         The last rule puts the backward pass of a micro-batch before the forward pass of a later one.
         """

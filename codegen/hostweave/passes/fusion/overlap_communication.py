@@ -87,10 +87,10 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at its typical sizes.
 
     A communication moves up past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    never pass one another, so they keep their order. Before, matmuls whose results are only returned move down to fill waits.
+    never pass one another, so they keep their order. As a first step, matmuls whose results are only returned move down to fill waits.
 
     An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less. If
-    one does, the remaining ones also may, if that takes less time. A choice records each decision.
+    some communication uses them, those that overlap with nothing may use them too, if that is faster. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -44,7 +44,7 @@ class _VectorClock:
 
     def __init__(self) -> None:
         self.begun: list[dict[StreamId, int]] = []  # for each child, the last child after which a stream can start to run
-        self.done = defaultdict[StreamId, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
+        self.done = defaultdict[StreamId, list[tuple[int, int]]](list)  # (child, the last child whose work on the stream is over by then)
 
 
 class Planner:

@@ -219,7 +219,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop of a matmul and its epilogues over shards that were gathered before, starting with the own shard."""
+        """Emits a loop of a matmul and its epilogues over shards that were gathered before, starting with the rank's own shard."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.producer[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)

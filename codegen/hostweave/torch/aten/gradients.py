@@ -126,7 +126,7 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
 
 
 def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """The sums. For bools, it tells whether any of them is true."""
+    """Adds the source to x at the indices. A bool is true if any of its terms is."""
     if x.dtype != hw.bool_:
         return hw.scatter_add(x, dim, index, source)
     return hw.scatter_add(hw.astype(x, hw.i64), dim, index, hw.astype(source, hw.i64)) != 0

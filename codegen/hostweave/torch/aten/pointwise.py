@@ -142,7 +142,7 @@ TABLE |= {
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """Uses sqrt and similar functions where torch does, because they differ for -inf: its square root is NaN."""
+    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch. They differ from a power: sqrt(-inf) is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]

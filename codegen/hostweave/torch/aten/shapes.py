@@ -194,7 +194,7 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
     """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):
-        why = f"{op} by a mask gives as many elements as are true, which no size says"
+        why = f"{op} by a mask: the number of selected elements is known only at a call"
         raise refuse(f"{why}; use torch.where(mask, x, 0), or indices by topk or argsort")
     dims = [dim for dim, _ in given]
     begin = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0

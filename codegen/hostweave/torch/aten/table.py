@@ -1,4 +1,4 @@
-"""ATen ops as functions of a fusion: one entry an op.
+"""ATen ops as functions of a fusion: one entry per op.
 
 An entry takes a `Result`, then the op's arguments: tensors of the fusion, Python numbers, lists, None.
 Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
