@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from operator import is_
 from typing import Any
 from unittest.mock import patch
 
@@ -139,6 +140,8 @@ class Snapshot:
 
 
 def _holds(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    if list(now) == list(before) and all(map(is_, now.values(), before.values())):  # usual between tokens, and compared without Python
+        return True
     return all(name in now and _is_same(now[name], value) for name, value in before.items())
 
 

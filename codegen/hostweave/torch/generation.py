@@ -71,8 +71,8 @@ class Generation:
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of dims of caches that the plan shards, by name; 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        parameters = inspect.signature(module.forward).parameters
-        self._word = next((word for word in _CACHE_WORDS if word in parameters), "")
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # read once: it takes as long as five launches
+        self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
         self._stand_in: Any = object.__new__(type(of.__name__, (of,), {"__call__": call, "__module__": of.__module__}))
@@ -118,8 +118,8 @@ class Generation:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module for a prompt or a token. The cache is written in place."""
         if args:
-            kwargs = {**dict(zip(inspect.signature(self._module.forward).parameters, args, strict=False)), **kwargs}
-        if kwargs.get("return_dict") and "return_dict" not in inspect.signature(self._module.forward).parameters:
+            kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        if kwargs.get("return_dict") and "return_dict" not in self._parameters:
             del kwargs["return_dict"]  # the default, which torch.export does not take among other keywords
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
