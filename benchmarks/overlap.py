@@ -234,6 +234,7 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
+    torch.cuda.set_stream(torch.cuda.Stream())  # copy engines fail on the default stream: it takes no batch of copies
     memory = _registered(cases, ranks)
     for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M
