@@ -90,3 +90,23 @@ def test_two_gpus() -> None:
     exact, terms = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
     y = hw.compile(gathered, target="cuda").run(a=a, w=w, s=s, t=t)
     assert (np.abs(y - exact) <= bound(k, hw.f32, exact, terms)).all()
+
+
+@pytest.mark.parametrize("algorithm", ["put", "p2p", "ring"])
+def test_quantised_rows_travel_with_their_scales(algorithm: str) -> None:
+    """Powers of 2 up to 8 in rows that contain 8 are quantised exactly."""
+    if len(gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    k, n, m = 2048, 1024, 512
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", k], w=hw.f8e4m3[n, k], t=hw.f32[1, n])
+    def gathered(x: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        a, s = hw.quantize(x, "row")
+        return hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32).stream("M", 2, algorithm=algorithm)
+
+    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+    x, w = (np.exp2(random.integers(-3, 4, (rows, k))).astype(np.float32) for rows in (m, n))
+    t = random.random((1, n)).astype(np.float32)
+    exact = x.astype(np.float64) @ w.T * t
+    y = hw.compile(gathered, target="cuda").run(x=x, w=w.astype(ml_dtypes.float8_e4m3fn), t=t)
+    assert (np.abs(y - exact) <= bound(k, hw.f32, exact, exact)).all()

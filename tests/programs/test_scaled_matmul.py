@@ -16,6 +16,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops.scaled import multiplied
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.machine import H200
@@ -166,9 +167,39 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
+    """Matmuls are pipelined with the gathers of their rows and of the scales of these rows."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
-    assert str(lower(fusion, Options())).count("fork ring") == len(LOOPED)  # matmuls pipelined with gathers of their rows
+    host = lower(fusion, Options())
+    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # slices of every shard share a loop
+    outside = [i for i in host.body if isinstance(i, ir.Communication)]
+    assert not [i for i in outside if not isinstance(i, ir.OneSided)]
     run_loops(fusion, 1)
+
+
+@pytest.mark.parametrize("rows", ["M", 24])
+@pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_quantised_rows_travel_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
+    """One group or one signal per step, for any number of rows. `get` reads both after the signal."""
+    ranks = 2
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32[f"{rows}@x", 256], w=hw.f8e4m3[32, 256])
+    def gathered(a: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        a, s = hw.quantize(a, kind)
+        t = hw.full((1, 32) if kind == "row" else (2, 32), 2.0, hw.f32)
+        return hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32).stream(0, ranks * pieces, algorithm=algorithm)
+
+    host, random = lower(gathered, Options()), np.random.default_rng(0)
+    (loop,) = (i for i in host.body if isinstance(i, ir.For))
+    found = list(tree.walk((loop,)))
+    kinds = {"p2p": ir.Group, "ring": ir.Group, "put": ir.WaitSignal, "broadcast": ir.Group}
+    assert len([i for i in found if isinstance(i, kinds[algorithm])]) == 1
+    assert len([i for i in found if isinstance(i, ir.Get | ir.Recv | ir.Broadcast)]) == 2
+    assert not any(isinstance(i, ir.Copy) and i.src in ("a", "s") for i in found)  # the own shard is used in place
+    for count in (4, 12, 20) if rows == "M" else (24,):
+        a, w = (np.exp2(random.integers(-3, 4, shape)).astype(np.float32) for shape in ((count, 256), (32, 256)))
+        y = hw.compile(gathered).run(a, w.astype(ml_dtypes.float8_e4m3fn))
+        near(y, a.astype(np.float64) @ w.T * 2, terms=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -179,7 +210,7 @@ def test_sums_in_loops(algorithm: str, ranks: int) -> None:
 
 
 def test_the_compiler_chooses_a_loop() -> None:
-    """8-bit values are pipelined with the matmuls; scales are gathered before."""
+    """8-bit values are pipelined with the matmuls, together with their scales."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), a=hw.f8e4m3["M@x", 8192], w=hw.f8e4m3["7168@x", 8192], s=hw.f32["M@x", 1], t=hw.f32[1, "7168@x"])
     def layer(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
@@ -189,6 +220,7 @@ def test_the_compiler_chooses_a_loop() -> None:
     assert "choice %a_gathered of @layer predicted: put(" in text
     assert "f8e4m3[M, 8192]" in text
     assert "bf16[M, 8192]" not in text
+    assert "all_gather" not in text[text.index("host @layer") :]
 
 
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])

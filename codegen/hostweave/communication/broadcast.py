@@ -14,10 +14,11 @@ class _Broadcast(Lowering):
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: LoopSteps) -> None:
-        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
-        with packed_destination(b, target, steps) as landing:
-            contiguous = contiguous_source(b, source, steps)
-            b.emit(ir.Broadcast(contiguous, landing, steps.owned_by, b.channel(self.axes)))
+        b = self.b
+        for source, target in self.moves(steps):
+            with packed_destination(b, target, steps) as landing:
+                contiguous = contiguous_source(b, source, steps)
+                b.emit(ir.Broadcast(contiguous, landing, steps.owned_by, b.channel(self.axes)))
 
 
 class _Reduce(_Broadcast):

@@ -1,5 +1,7 @@
 """Schedule p2p: in each step a rank sends a block to one rank and receives a block from another."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
@@ -13,24 +15,26 @@ from hostweave.types.tensor import BufferType
 
 
 class _Swap(Lowering):
-    def swap(self, src: str, receiver: Expr, dst: str, sender: Expr, steps: LoopSteps) -> None:
-        """Sends one block and receives another. If the rank is the step's owner, copies instead."""
+    def swap(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
+        """Sends the sources and receives the destinations as one group. If the rank is the step's owner, copies instead."""
         b = self.b
 
         def exchange() -> None:
-            with packed_destination(b, dst, steps) as landing:
-                channel = b.channel(self.axes, MESSAGES)
-                group(b, ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, steps), receiver, channel))
+            with ExitStack() as landings:
+                channel, posted = b.channel(self.axes, MESSAGES), []
+                for src, dst in moves:
+                    landing = landings.enter_context(packed_destination(b, dst, steps))
+                    posted += [ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, steps), receiver, channel)]
+                group(b, *posted)
 
-        branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
+        branch(b, steps.owned_by.equals(self.rank), lambda: self.copy(moves), exchange)
 
 
 class _P2pGather(_Swap):
     """The owner of a block sends it to the rank that takes it in this step."""
 
     def step(self, steps: LoopSteps) -> None:
-        source, target = self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
-        self.swap(source, (self.rank - steps.distance) % self.size, target, steps.owned_by, steps)
+        self.swap(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)
 
 
 class _P2pScatter(_Swap):
@@ -45,7 +49,7 @@ class _P2pScatter(_Swap):
         sender = Var(b.let("sender", (self.rank - 1 - steps.distance) % self.size))
         terms = b.select(self.landing, 0, sender, f"{self.landing}_{steps.index.name}")
         term = chunk(b, replace(steps, start=0, suffix="landing"), terms, value, dim)
-        self.swap(source, steps.owned_by, term, sender, steps)
+        self.swap([(source, term)], steps.owned_by, sender, steps)
 
     def after_join(self) -> None:
         name, dim = self.op.result.name, self.op.result.walked.dim

@@ -7,7 +7,7 @@ its shard is ready, and the reader signals when it has read it.
 """
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from hostweave.communication.packing import apart, branch, contiguous_source
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk_shape
+from hostweave.fusion_ir.ir import Op
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.transports.transport import SIGNALS
@@ -44,62 +45,72 @@ class _Loop(Lowering, Signals):
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
 
-class PutGather(_Loop):
-    """All-gather: the rank's own shard is used in place, and the others arrive one after another.
+@dataclass(frozen=True)
+class Arriving:
+    """Memory of a gathered value in a loop."""
 
-    If the program computed the shard, peers get it from its memory. If the shard is not in a window, it is put to the peers.
+    op: Op
+    landing: str  # where peers' chunks arrive
+    is_in_place: bool  # True if that is their final place, and False if they must be copied from there
+    shard: str | None  # memory of this rank's shard, if peers can get its chunks from there
+
+
+class PutGather(_Loop):
+    """All-gathers: a rank's own shards are used in place, and the others arrive one after another.
+
+    If the program computed the shards, peers get them from its memory. If a shard is not in a window, all are put to the peers.
+    The signals are those of the first value: one covers all of them, except that each put has its own.
     """
 
     def begin(self) -> None:
         b = self.b
-        self.lands_in_place = self.take_landing()
-        self.shard = self.shard_in_window()
+        self.all = [self.arriving(op) for op in self.ops]
+        self.shard = self.all[0].shard if all(one.shard for one in self.all) else None
         self.arrived = self.b.new_events("arrived", int(self.steps.count))
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
-            self.signal(self.shard or self.landing)
+            self.signal(self.shard or self.all[0].landing)
             if not self.shard:
-                self.wait(self.landing)
+                self.wait(self.all[0].landing)
 
-    def take_landing(self) -> bool:
-        """Chooses the landing memory. Returns True if shards arrive at their final place, and False if they must be copied from a landing
-        buffer."""
-        b, value, dim = self.b, self.op.result, self.op.result.walked.dim
-        self.values.take_chunks(self.op, self.own)
+    def arriving(self, op: Op) -> Arriving:
+        """Chooses the landing memory."""
+        b, value, dim = self.b, op.result, op.result.walked.dim
+        self.values.take_chunks(op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
         is_contiguous = value.name in self.values.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
+        shard = self.shard_in_window(op)
         if is_contiguous and b.is_in_window(memory):
-            self.landing = memory
-            return True
+            return Arriving(op, memory, True, shard)
         shape = (self.steps.count, *self.chunk_shape(value.name))
-        self.landing = b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape))
-        return False
+        return Arriving(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
-    def shard_in_window(self) -> str | None:
+    def shard_in_window(self, op: Op) -> str | None:
         """Memory of this rank's shard, if it is in a window and its chunks are contiguous. None otherwise."""
-        b, dim, whole = self.b, self.op.result.walked.dim, self.values.buffer_of(self.op.tensors[0])
+        b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
         memory = b.memory_of(whole)  # a part could have another offset on a peer
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
-    def put(self, steps: LoopSteps) -> None:
+    def put(self, one: Arriving, steps: LoopSteps) -> None:
         """Puts a chunk of this rank's shard to the rank that takes it in this step."""
         own = replace(steps, owner=self.rank, suffix="own")
-        self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
+        peer = (self.rank - steps.distance) % self.size
+        self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
-    def source(self, own: LoopSteps) -> str:
+    def source(self, one: Arriving, own: LoopSteps) -> str:
         """A contiguous chunk of this rank's shard."""
-        return contiguous_source(self.b, self.values.operand(self.op, 0, own), None)
+        return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
     def sender(self, steps: LoopSteps) -> Expr:
         """Rank that puts the arriving chunk."""
         return steps.owned_by
 
-    def landed(self, steps: LoopSteps) -> str:
-        if self.lands_in_place:
-            return self.values.destination(self.op, steps)
-        return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
+    def landed(self, one: Arriving, steps: LoopSteps) -> str:
+        if one.is_in_place:
+            return self.values.destination(one.op, steps)
+        return self.b.select(one.landing, 0, steps.block, f"{one.landing}_{steps.index.name}")
 
     def before_step(self, steps: LoopSteps) -> None:
         b = self.b
@@ -109,32 +120,32 @@ class PutGather(_Loop):
                 if self.shard:
                     self.read(steps)
                 else:
-                    landed = self.landed(steps)
-                    self.put(steps)
-                    self.wait_for(self.sender(steps), landed)
+                    for one in self.all:
+                        landed = self.landed(one, steps)
+                        self.put(one, steps)
+                        self.wait_for(self.sender(steps), landed)
                 b.emit(ir.Record(self.arrived, steps.index))
 
         branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
 
     def read(self, steps: LoopSteps) -> None:
-        assert self.shard
-        landed = self.landed(steps)
-        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
+        landed = [self.landed(one, steps) for one in self.all]
+        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed[0], self.channel)
         if self.subchunks == 1:
             self.b.emit(wait)
         else:
             branch(self.b, steps.subchunk.equals(0), lambda: self.b.emit(wait))
-        self.b.emit(ir.Get(self.values.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
+        for one, place in zip(self.all, landed, strict=True):
+            self.b.emit(ir.Get(self.values.operand(one.op, 0, steps), steps.owned_by, place, self.channel))
 
     def step(self, steps: LoopSteps) -> None:
-        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        b, moves = self.b, self.moves(steps)
 
         def arrive() -> None:
             b.emit(ir.Wait(self.arrived, steps.index))
-            if not self.lands_in_place:
-                b.emit(ir.Copy(self.landed(steps), target))
+            self.copy([(self.landed(one, steps), target) for one, (_, target) in zip(self.all, moves, strict=True) if not one.is_in_place])
 
-        branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(source, target)), arrive)
+        branch(b, steps.owned_by.equals(self.rank), lambda: self.copy(moves), arrive)
 
     def end(self) -> None:
         if self.shard:

@@ -1,6 +1,6 @@
 """Schedule ring: each rank forwards the block of the previous rank to the next one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +10,7 @@ from hostweave.communication.packing import branch, group
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk, expr_of
+from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.host_ir import ir
@@ -28,24 +29,25 @@ class _Ring(Lowering):
 class _PassedOn(_Ring):
     """Ring whose values are used where they arrive."""
 
-    def pass_on(self, src: str, name: str, steps: LoopSteps, event: str) -> None:
-        """Sends a chunk to the next rank and receives the chunk of a later step. Records `event` for this step."""
+    def pass_on(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
+        """Sends chunks of values to the next rank and receives those of a later step. Records `event` for this step."""
 
         def exchange() -> None:
-            self.exchange(src, self.next_chunk(name, steps))
+            self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
             self.b.emit(ir.Record(event, steps.index))
 
         branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
-    def exchange(self, src: str, arriving: str) -> None:
-        channel = self.b.channel(self.axes, MESSAGES)
-        group(self.b, ir.Recv(arriving, (self.rank - 1) % self.size, channel), ir.Send(src, (self.rank + 1) % self.size, channel))
+    def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
+        """Sends the first of each pair of buffers, and receives the second."""
+        channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
         """Buffer for the chunk that the neighbour sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name == self.op.result.name:  # shards are consecutive
+        if name in values.by_step and name != self.adds:  # shards are consecutive
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -74,9 +76,9 @@ class _RingGather(_PassedOn):
     """Forwards the previous rank's block to the next rank, starting with its own."""
 
     def step(self, steps: LoopSteps) -> None:
-        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
-        event = self.arrivals(steps, lambda: b.emit(ir.Copy(source, target)), lambda: None)
-        self.pass_on(target, self.op.result.name, steps, event)
+        moves = self.moves(steps)
+        event = self.arrivals(steps, lambda: self.copy(moves), lambda: None)
+        self.pass_on([(target, op.result.name) for (_, target), op in zip(moves, self.ops, strict=True)], steps, event)
 
 
 class _Sums(_PassedOn):
@@ -100,7 +102,7 @@ class _Sums(_PassedOn):
         term, multiply = self.values.operand(self.op, 0, steps), self.multiply
         assert multiply is not None
         event = self.arrivals(steps, partial(multiply, False), partial(multiply, True))
-        self.pass_on(term, self.op.tensors[0], steps, event)
+        self.pass_on([(term, self.op.tensors[0])], steps, event)
 
     def after_join(self) -> None:
         b, (name,), result = self.b, self.op.tensors, self.op.result
@@ -120,9 +122,9 @@ class _SumsByPuts(_Sums):
         peers.signal_to((self.rank - 1) % self.size, sums)
         peers.wait_for((self.rank + 1) % self.size, sums)
 
-    def exchange(self, src: str, arriving: str) -> None:
+    def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Puts to the same buffer on the next rank."""
-        channel = self.b.channel(self.axes, SIGNALS)
+        ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
@@ -130,7 +132,7 @@ class _SumsByPuts(_Sums):
 class _GatherByPuts(_Ring, put.PutGather):
     """Each rank puts its own shard to the next rank, then the chunks that arrive from the previous one."""
 
-    def shard_in_window(self) -> str | None:
+    def shard_in_window(self, op: Op) -> str | None:
         """Returns None: peers never get from this rank."""
         return None
 
@@ -143,15 +145,15 @@ class _GatherByPuts(_Ring, put.PutGather):
     def sender(self, steps: LoopSteps) -> Expr:
         return (self.rank - 1) % self.size
 
-    def put(self, steps: LoopSteps) -> None:
+    def put(self, one: put.Arriving, steps: LoopSteps) -> None:
         """Puts the chunk that this rank held one shard earlier."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
-        place = self.landed(before)
+        place = self.landed(one, before)
 
         def put(source: str) -> None:
             self.b.emit(ir.Put(source, place, (self.rank + 1) % self.size, SIGNAL, self.channel))
 
-        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(before)), lambda: put(place))
+        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(place))
 
 
 GATHER = Schedule("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _GatherByPuts)), FIRST)

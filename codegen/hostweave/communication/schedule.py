@@ -9,7 +9,7 @@ the loop, in a step, and after the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from hostweave.communication.steps import Dataflow, LoopSteps, rank_in_group
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
+from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
@@ -74,11 +75,13 @@ class Lowering:
     needs_count: ClassVar[bool] = False  # needs a known number of steps, and supports no reductions except sums
     multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to the contents of the buffer
 
-    def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, in_loop: Set[str], reduction: TermReduction):
-        """`in_loop` holds the names of values that ops of the loop compute."""
-        self.b, self.flow, self.values, self.op = b, flow, values, op
+    def __init__(
+        self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
+    ):
+        """`ops` is one reshard, or gathers that move together. `in_loop` holds the names of values that ops of the loop compute."""
+        self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
-        self.mesh, self.axes = flow.mesh_of(op), step_of(op).axes
+        self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
         self.rank, self.size = rank_in_group(self.mesh, self.axes), self.mesh.size_of(self.axes)
         self.subchunks = int(steps.subchunks) if steps.subchunks.is_int else 0
 
@@ -93,6 +96,14 @@ class Lowering:
         rank = self.rank + shift if shift else self.rank
         return Var(self.b.let(name, (rank + steps.distance) % steps.shards))
 
+    def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
+        """Source and destination of each op in a step."""
+        return [(self.values.operand(op, 0, steps), self.values.destination(op, steps)) for op in self.ops]
+
+    def copy(self, moves: Sequence[tuple[str, str]]) -> None:
+        for source, target in moves:
+            self.b.emit(ir.Copy(source, target))
+
     def begin(self) -> None:
         """Emits instructions before the loop."""
 
@@ -100,7 +111,7 @@ class Lowering:
         """Emits instructions of each iteration, before its stream block."""
 
     def step(self, steps: LoopSteps) -> None:
-        """Emits the op in the stream block of an iteration."""
+        """Emits all ops in the stream block of an iteration."""
         raise NotImplementedError
 
     def after_step(self, steps: LoopSteps) -> None:

@@ -92,17 +92,30 @@ LOOPS = {
           %y: f32[M, N] stream(M) = matmul(%g, %w)
         }""",
     ),
-    "two gathers by shard have a loop each, since a step follows one rotation": (
+    "gathers that one op reads move together": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
         """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
         %y: f32[M, K] stream(M, 8) = add(%ag, %bg)""",
         """loop 8 chunks by_shard local_first {
           %ag: f32[M, K] stream(M, p2p) = all_gather(%a, dim=0, axes=(x))
+          %bg: f32[M, K] stream(M, p2p) = all_gather(%b, dim=0, axes=(x))
+          %y: f32[M, K] stream(M) = add(%ag, %bg)
+        }""",
+    ),
+    "gathers of two ops have a loop each, since neither waits for the other": (
+        "%a: f32[M@x, K], %b: f32[M@x, K]",
+        """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
+        %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
+        %y: f32[M, K] stream(M, 8) = negative(%ag)
+        %z: f32[M, K] stream(M, 8) = multiply(%bg, %y)""",
+        """loop 8 chunks by_shard local_first {
+          %ag: f32[M, K] stream(M, p2p) = all_gather(%a, dim=0, axes=(x))
+          %y: f32[M, K] stream(M) = negative(%ag)
         }
         loop 8 chunks by_shard local_first {
           %bg: f32[M, K] stream(M, p2p) = all_gather(%b, dim=0, axes=(x))
-          %y: f32[M, K] stream(M) = add(%ag, %bg)
+          %z: f32[M, K] stream(M) = multiply(%bg, %y)
         }""",
     ),
     "what is gathered whole comes before the loop": (

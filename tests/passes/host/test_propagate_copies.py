@@ -37,11 +37,19 @@ CASES = {
         f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
         "matmul %x, %x accumulate %x_chunk -> %r\nmatmul %r, %x -> %y_i\n",
     ),
-    "what reads the copy in the branch of another one, which stays": (
+    "what reads the copy in the branch of another one": (
         f"{G}%k = allocate f32[4, 4]\n{OWN.format('%g', '%x')}"
         f"{OWN.format('%k', '%x').replace('send %x', 'send %g')}matmul %g, %k -> %y_i\n",
         f"{G}%k = allocate f32[4, 4]\n{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n"
-        f"{OWN.format('%k', '%x').replace('send %x', 'send %x_chunk')}matmul %x_chunk, %k -> %y_i\n",
+        f"{OTHERS.format('%k', '%x').replace('send %x', 'send %x_chunk')}%x_chunk_2 = choose %x if %p == rank.x else %k\n"
+        "matmul %x_chunk, %x_chunk_2 -> %y_i\n",
+    ),
+    "what reads several copies of one branch": (
+        f"{G}%k = allocate f32[4, 4]\nif %p == rank.x {{\ncopy %x -> %k\ncopy %x -> %g\n}} else {{\n{SWAP.format('%g', '%x')}"
+        f"{SWAP.format('%k', '%x')}}}\nmatmul %g, %k -> %y_i\n",
+        f"{G}%k = allocate f32[4, 4]\nif %p != rank.x {{\n{SWAP.format('%g', '%x')}{SWAP.format('%k', '%x')}}}\n"
+        "%x_chunk = choose %x if %p == rank.x else %g\n%x_chunk_2 = choose %x if %p == rank.x else %k\n"
+        "matmul %x_chunk, %x_chunk_2 -> %y_i\n",
     ),
     "what reads the copy in the loop, where all that is gathered is read later": (
         f"{LANDS}{OWN.format('%l_i', '%x')}matmul %l_i, %x -> %y_i\n",

@@ -133,12 +133,14 @@ class _Choice:
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
         """Producers of the operands that can run in the loop, each with the other consumers that must join it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
-        walked = member.op.operands[:2] if OPS[member.op.kind].is_product else member.op.operands  # scales are communicated before the loop
-        for i, name in enumerate(walked):
+        rows = member.op.result.type.dims[member.dim].size
+        for i, name in enumerate(member.op.operands):
             op = self.producer.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
+            if OPS[member.op.kind].is_product and i > 1 and (op.kind != "all_gather" or op.result.type.dims[dim].size != rows):
+                continue  # scales are communicated before the loop, unless they are gathered with their rows
             producer = self.member(op, dim)
             if (beside := self.beside(producer, member)) is None:
                 continue
@@ -371,7 +373,7 @@ class _Loops:
         if replace(alone, ops=loop.ops) != loop or not self.walk_alike(alone, loop):
             return False
         fed = (user.result.stream for user in flow.consumers[op.result.name])
-        if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):
+        if loop.by_block and (any(other and other.algorithm for other in fed) or (stream.algorithm and not self.moves_with(op, loop))):
             return False  # a step can follow only one communication's rotation
         for number, operand in enumerate(op.operands):
             if not isinstance(operand, str) or not loop.makes(operand):
@@ -383,6 +385,13 @@ class _Loops:
             if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
                 return False  # the shard is complete only after the last step
         return True
+
+    def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
+        """True if a gather can move its shards together with the loop's gathers, since one op reads them all."""
+        first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
+        if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
+            return False
+        return (step_of(op).axes, op.result.walked.algorithm) == (step_of(first).axes, first.result.walked.algorithm)
 
     def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
         """True if an op's chunks have the rows of the loop's chunks, or both have chunks of equal size."""

@@ -26,6 +26,7 @@ A copy that is read after the loop, as a part of the gathered value, moves to th
       copy %x -> %xg
     }
 
+Of several copies in a branch the last is tried first, then the one before.
 This pass must follow the passes that need one alias root per name. A copy stays if the layouts differ, or if another instruction reads it.
 """
 
@@ -56,7 +57,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
             if inside.isdisjoint(changed):
                 edits |= found
                 changed |= inside
-    return replace(program, body=tree.edited(program.body, edits)) if edits else program
+    return propagate_copies(replace(program, body=tree.edited(program.body, edits)), options) if edits else program
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
@@ -65,12 +66,13 @@ def _copy(uses: DefUse, place: Place) -> _Copy | None:
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
     own, others = tree.bodies(place.instruction)
-    if not own or not others or not own[-1].copies or not all(tree.names(i, "view") for i in own[:-1]):
+    if not own or not others or not own[-1].copies or not all(i.copies or tree.names(i, "view") for i in own[:-1]):
         return None
+    views, copies = (tuple(i for i in own[:-1] if i.copies == is_copy) for is_copy in (False, True))
     (src,), (dst,) = tree.names(own[-1], "read"), tree.names(own[-1], "write")
     beside = [p for p in uses.places if place.around[-1] in p.around]
     same_layout = uses.types[src] == uses.types[dst]
-    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst, beside) if same_layout else None
+    return _Copy(uses, place, place.loop, condition, views, copies, others, src, dst, beside) if same_layout else None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class _Copy:
     loop: Place
     condition: Expr  # condition of the copy
     views: tree.Body  # views before the copy
+    copies: tree.Body  # other copies before it
     others: tree.Body  # instructions of the other branch
     src: str
     dst: str
@@ -95,7 +98,8 @@ class _Copy:
         first = self.child(users[0])
         named = edits.get(first, (self.uses.places[first].instruction,))
         edits[first] = (*views, ir.Choose(choice, own, self.condition, name, location=location), *named)
-        edits[self.place.number] = (*kept, ir.If(opposite(self.condition), self.others, location=location))
+        left = ir.If(self.condition, self.copies, self.others) if self.copies else ir.If(opposite(self.condition), self.others)
+        edits[self.place.number] = (*kept, replace(left, location=location))
         return edits
 
     def child(self, place: Place) -> int:
@@ -162,7 +166,7 @@ class _Copy:
         """Edits that compute the source directly into the destination. Empty if the destination is still in use."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
-        if self.src not in self.uses.allocates or not users:
+        if self.src not in self.uses.allocates or not users or self.copies:
             return {}
         before = [p for p in beside if self.child(users[0]) <= p.number < self.place.number]
         inside = [p for p in beside if self.place in p.around]

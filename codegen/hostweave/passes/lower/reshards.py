@@ -24,17 +24,18 @@ class Reshards:
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
         """Creates the lowerings of a loop. Returns the communication that determines the block of a step, or None."""
-        made = {op.result.name for op in loop.ops}
-        for op in loop.ops:
-            if op.result.stream and op.result.stream.algorithm:
-                schedule = find_schedule(op.kind, op.result.stream.algorithm)
-                lowering = schedule.lowering(self.b.carrying(*schedule.needs))
-                self.scheduled[op.result.name] = lowering(self.b, self.flow, self.buffers, op, steps, made, self.reduction(op))
-        return self.scheduled[loop.communication.result.name] if loop.communication else None
+        made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
+        for ops in [all] if loop.by_block else [[op] for op in all]:
+            schedule = find_schedule(ops[0].kind, ops[0].result.walked.algorithm or "")
+            lowering = schedule.lowering(self.b.carrying(*schedule.needs))
+            scheduled = lowering(self.b, self.flow, self.buffers, ops, steps, made, self.reduction(ops[0]))
+            self.scheduled |= dict.fromkeys((op.result.name for op in ops), scheduled)
+        return self.scheduled[all[0].result.name] if all else None
 
     def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
-            self.scheduled[op.result.name].step(steps)
+            if (lowering := self.scheduled[op.result.name]).op == op:  # one step moves all of its ops
+                lowering.step(steps)
         elif op.kind == "reduce":
             self.transfers.reduce(op, self.reduction(op))
         elif op.kind == "transfer":
