@@ -19,6 +19,7 @@
 
 #include "hostweave/abi.h"
 #include "hostweave/algorithms.h"
+#include "hostweave/background.h"
 #include "hostweave/device_lease.h"
 #include "hostweave/errors.h"
 #include "hostweave/group_memory.h"
@@ -295,6 +296,7 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.def(
       "new_id", [](hw::Member& member, const std::string& key) { return member.new_process_group_id(table(), key); },
       py::arg("member"), py::arg("key"), WithoutGil());
+  m.def("finish_background", &hw::finish_background, py::arg("seconds"), WithoutGil());
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"), WithoutGil());

@@ -18,6 +18,7 @@
 #include <thread>
 #include <utility>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/peer.h"
@@ -383,11 +384,11 @@ void PeerGroup::abort() {
   if (!state->words) return;
   state->stuck = true;
   const auto idle = std::make_shared<std::atomic<bool>>(false);
-  std::thread([device = state->device, idle] {
+  in_background([device = state->device, idle] {
     cudaSetDevice(device);
     cudaDeviceSynchronize();
     *idle = true;
-  }).detach();
+  });
   const auto end = Clock::now() + kUnmapPatience;
   for (uint32_t value = 1; !*idle && Clock::now() < end; value = 1 - value) {
     for (size_t word = 0; word < state->words_used(); ++word) std::atomic_ref(state->segment->words[word]).store(value);

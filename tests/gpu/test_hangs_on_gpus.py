@@ -123,3 +123,34 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.
 
 if __name__ == "__main__":
     hang(*sys.argv[1:])
+
+
+ENDS = """
+import os, signal, sys, threading
+import numpy as np
+import hostweave as hw
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+def total(x):
+    return hw.sum(x, axis=0)
+
+program = hw.compile(total, target="cuda")
+program.build()
+threading.Timer(float(sys.argv[1]), os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    while True:
+        program.run(np.ones((4, 3), np.float32))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
+def test_a_process_ends_while_it_makes_channels() -> None:
+    """Threads that nobody joins are inside NCCL then."""
+    delays = ("0.1", "0.3", "0.5", "0.7", "0.9", "1.2")
+    command = [sys.executable, "-c", ENDS]
+    started = [subprocess.Popen([*command, delay], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for delay in delays]
+    for process in started:
+        printed, errors = process.communicate(timeout=100)
+        assert (process.returncode, printed) == (0, "interrupted\n"), errors

@@ -55,10 +55,11 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
         return device.build_command(suite, [f"{suite}.cpp"], [*folders, *read_first])
     names = ("staging", "instance", "straighten_cpu", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in names]
-    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
+    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams", "background")]
     merged = device.folder / f"{suite}_merged.cpp"  # merged, to parse the standard headers once
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
-    options = [*read_first, f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]
+    folders = [f"-I{RUNTIME / folder}" for folder in ("include", "driver/include", "driver/src")]
+    options = [*read_first, *folders, "-Wno-subobject-linkage"]
     return device.build_command(suite, [str(merged)], options)
 
 

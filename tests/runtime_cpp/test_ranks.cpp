@@ -1,14 +1,21 @@
 // Ranks as on GPUs, where only the driver can detect a hang: target_cuda.cpp on the CPU device.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <array>
+#include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <thread>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/staging.h"
+#include "target.h"
 #include "testing.h"
 
 namespace {
@@ -190,6 +197,34 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
     EXPECT(testing::fetch<float>(*y[r], kCount, own) == std::vector<float>(kCount, static_cast<float>((r + 2) % kRanks)));
   }
   OK(cudaSetDevice(0));
+}
+
+// Exit status of a process that gives up making a channel of so many ranks, of which only the first comes.
+int status_after_a_channel(int ranks) {
+  const pid_t child = fork();
+  if (child == 0) {
+    static const struct Destroyed {
+      ~Destroyed() { _exit(7); }
+    } destroyed;
+    const std::atomic<bool> aborted = true;
+    ncclUniqueId id;
+    try {
+      OK(ncclGetUniqueId(&id));
+      hw::target::make_channel({.mesh = "mesh(x=2)", .axes = "x", .key = "x", .size = ranks}, id, 0, 10, aborted);
+    } catch (const hw::ExecutionError&) {
+    }
+    hw::finish_background(0.5);
+    std::exit(3);
+  }
+  int status = 0;
+  EXPECT(waitpid(child, &status, 0) == child && WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+TEST(objects_that_a_waiting_thread_may_use_are_not_destroyed_at_the_exit) {
+  testing::configure(testing::config_of(HW_CPU_PARALLEL, kRanks));
+  EXPECT(status_after_a_channel(1) == 7);
+  EXPECT(status_after_a_channel(2) == 3);
 }
 
 int main(int argc, char** argv) { return testing::main(argc, argv); }

@@ -288,6 +288,7 @@ class Group(FallibleGroup):
 
     def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target. Any program's module can make it, and all programs share it."""
+        native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:
                 expect_own_devices()
@@ -495,6 +496,7 @@ def _close_all() -> None:
         if why and not group.failure:
             group._tell(partial(group.meeting.fail, f"rank {group.rank}: its process has ended by {why}"))
         group.close()
+    native_calls.finish()
 
 
 def _ended_by() -> str | None:

@@ -8,23 +8,31 @@ import os
 import time
 from collections.abc import Callable
 from threading import get_ident
+from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted
 
+_GRACE = 0.2  # seconds for calls to end by themselves
 _PATIENCE = 15.0  # seconds for calls to stop
+_BACKGROUND = 2.0  # seconds for threads of the runtime to end, such as those that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
 _used = False  # true if this process, or the parent that it was forked from, has used threads or devices
 _forked = False
 
 
+class Exiting(ExecutionError):
+    """The interpreter is about to end."""
+
+
 class _Calls:
-    """Calls of the runtime that wait for devices or other ranks. Each is inside `with calls:`."""
+    """Uses of the runtime by threads. Each is inside `with calls:`."""
 
     def __init__(self) -> None:
         self._inside: dict[int, int] = {}  # nesting depth by thread; each thread writes its own entry
         self.ending = False
+        self.modules: set[ModuleType] = set()  # modules of programs that ranks have used
 
     def __enter__(self) -> None:
         thread = get_ident()
@@ -45,10 +53,22 @@ class _Calls:
 
     def end(self) -> None:
         """Stops the calls of other threads. An interrupted call of this thread may have left an entry, which is ignored."""
+        if self.ending:
+            return
         self.ending = True
+        self._wait(_GRACE)
         for interrupt in _interrupts if self._others else ():
             interrupt()
-        deadline = time.monotonic() + _PATIENCE
+        self._wait(_PATIENCE)
+
+    def finish(self) -> None:
+        """Waits for threads that the runtime has started. They may wait for other ranks, and the process exits without them."""
+        deadline = time.monotonic() + _BACKGROUND
+        for module in self.modules:
+            module.finish_background(max(0.0, deadline - time.monotonic()))
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self._others and time.monotonic() < deadline:
             time.sleep(LOOK / 10)
 
@@ -61,12 +81,12 @@ calls = _Calls()
 
 
 def expect_going_on() -> None:
-    """Raises ExecutionError if the interpreter is about to end, Interrupted if no thread waits for the result.
+    """Raises Exiting if the interpreter is about to end, Interrupted if no thread waits for the result.
 
     Waiting calls poll it too.
     """
     if calls.ending:
-        raise ExecutionError("the interpreter is exiting; join threads that run programs first")
+        raise Exiting("the interpreter is exiting; join threads that run programs first")
     expect_not_interrupted()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from hostweave.targets.target import Target
 T = TypeVar("T")
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
+_ENDING = 1.0  # seconds for threads to end at the exit
 _STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one may be in a long matmul
 
 _numbers = count()
@@ -57,11 +59,12 @@ class Team:
         self._work: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size)]
         self.groups: list[Group] = []
         name, ranks = f"ranks {next(_numbers)}", Threads(size)
-        ranks.threads[:] = [
+        self._threads = [
             threading.Thread(target=_serve, args=(work,), name=f"hostweave {name}, rank {rank}", daemon=True)
             for rank, work in enumerate(self._work)
         ]
-        for thread in filter(None, ranks.threads):
+        ranks.threads[:] = self._threads
+        for thread in self._threads:
             thread.start()
         try:
             make = partial(Group, ranks, name, count=size, timeout=INIT_TIMEOUT, call_timeout=INIT_TIMEOUT, is_watched=False)
@@ -82,6 +85,12 @@ class Team:
         for group in self.groups:
             group.close()
         self._end_threads()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end of the threads of a closed team."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def run(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], poison: bool) -> None:
         """Runs calls one after another and waits for the last. An interrupt stops the ranks."""
@@ -229,6 +238,15 @@ def _say_where(programs: Sequence[LocalProgram], error: BaseException) -> None:
 
 def _stands(programs: Sequence[LocalProgram]) -> list[str]:
     return describe([[program.stand()] for program in programs])
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the threads of all ranks. Otherwise Python ends them, and their objects are destroyed during the end of the process."""
+    native_calls.end()
+    for team in _teams.values():
+        team.close()
+        team.join(_ENDING)
 
 
 os.register_at_fork(after_in_child=_teams.clear)

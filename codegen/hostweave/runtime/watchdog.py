@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime.failures import FallibleGroup
+from hostweave.runtime.lifetime import Exiting, calls
+from hostweave.runtime.meeting import Meeting
 from hostweave.runtime.standstill import say
 from hostweave.runtime.stores import StoreClosed
 
@@ -40,16 +43,21 @@ class Watch:
             self._listener.join(_LISTENS)
 
 
+# A thread may free the group, which frees device memory. It does so in `with calls`, so that the interpreter does not end meanwhile.
+
+
 def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
-    while (group := watched()) and not group.failure:
-        meeting = group.meeting
+    while True:
         try:
-            reason = group.deserted() or group.diverged()
-            del group  # it may be freed during the wait
+            with calls:
+                seen = _hear(watched)
+            if seen is None:
+                return
+            meeting, reason = seen
             heard.reason = reason or meeting.failure(_LISTENS if meeting.waits_at_store else 0) or ""
             if not heard.reason and not meeting.waits_at_store:
                 heard.news.wait(_LISTENS)
-        except StoreClosed:
+        except (StoreClosed, Exiting):
             return
         except ExecutionError as error:
             heard.reason = str(error)
@@ -57,11 +65,27 @@ def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
             return heard.news.set()
 
 
+def _hear(watched: weakref.ref[FallibleGroup]) -> tuple[Meeting, str | None] | None:
+    """Meeting of the group, and the reason why a rank cannot go on. None if there is nothing to watch any more."""
+    group = watched()
+    return None if not group or group.failure else (group.meeting, group.deserted() or group.diverged())
+
+
 def _watch(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
-    while (group := watched()) and not group.failure:
-        if reason := heard.reason or group.overdue():
-            say(report := group.report(reason))
-            group.give_up(report)
-            return
-        del group
-        heard.news.wait(_PERIOD)
+    with suppress(Exiting):
+        while True:
+            with calls:
+                if _is_done(watched, heard):
+                    return
+            heard.news.wait(_PERIOD)
+
+
+def _is_done(watched: weakref.ref[FallibleGroup], heard: Watch) -> bool:
+    """Gives up if something is wrong. True if there is nothing to watch any more."""
+    group = watched()
+    if not group or group.failure:
+        return True
+    if reason := heard.reason or group.overdue():
+        say(report := group.report(reason))
+        group.give_up(report)
+    return bool(reason)

@@ -6,9 +6,9 @@
 #include <future>
 #include <memory>
 #include <system_error>
-#include <thread>
 #include <utility>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
@@ -19,19 +19,18 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGrace = 2s;      // time for a running call to end before its channels are aborted
-constexpr auto kPatience = 10s;  // time for NCCL to destroy communicators; a graph of the application may block it
+constexpr auto kGrace = 2s;     // time for a running call to end before its channels are aborted
+constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; other users of the GPU, or a graph, may block it
 
-// Runs work on its own thread with the device current. The caller may stop waiting for it.
-// Runs it on this thread if there is no memory for another one.
-std::future<void> in_background(int device, std::function<void()> work) {
+// Runs work in the background with the device current, or on this thread if there is no memory for another one.
+std::future<void> started(int device, std::function<void()> work) {
   const auto task = std::make_shared<std::packaged_task<void()>>([device, work = std::move(work)] {
     const OnDevice current(device);
     work();
   });
   std::future<void> done = task->get_future();
   try {
-    std::thread([task] { (*task)(); }).detach();
+    in_background([task] { (*task)(); });
   } catch (const std::system_error&) {
     (*task)();
   }
@@ -61,7 +60,7 @@ Member::~Member() {
     if (aborted) return target::abort(comms);
     for (const ncclComm_t comm : comms) ncclCommDestroy(comm);
   };
-  in_background(device(), end).wait_for(kPatience);
+  started(device(), end).wait_for(kPatience);
 }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
@@ -172,10 +171,10 @@ void Member::abort(const std::string& reason) {
   {
     const std::lock_guard lock(owned_mutex_);
     comms.swap(owned_);
-    for (const auto& peers : peers_) done.push_back(in_background(device(), [group = peers.get()] { group->abort(); }));
+    for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
   // First end launches that wait for other ranks: only then is a destroyed graph gone, and NCCL waits for that.
-  done.push_back(in_background(device(), [comms] { target::abort(comms); }));
+  done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;
   for (const std::future<void>& one : done) one.wait_until(end);

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/reach.h"
 #include "target.h"
@@ -72,11 +73,11 @@ CUdeviceptr awaited(cudaGraph_t graph) {
 void give(const std::vector<Signals>& signals) {
   if (signals.empty()) return;
   const auto idle = std::make_shared<std::atomic<bool>>(false);
-  std::thread([device = signals.front().device, idle] {
+  in_background([device = signals.front().device, idle] {
     cudaSetDevice(device);
     cudaDeviceSynchronize();
     *idle = true;
-  }).detach();
+  });
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (!*idle && std::chrono::steady_clock::now() < end) {  // repeatedly, because late signals of peers overwrite it
     for (const Signals& one : signals) {

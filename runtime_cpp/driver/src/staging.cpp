@@ -113,6 +113,8 @@ void StagedCalls::copy_in(size_t call) const {
 
 void StagedCalls::copy_out(size_t call) const {
   const std::vector<Array>& outputs = calls_[call].outputs;
+  const bool blocks = target::kCopiesBlock && std::ranges::any_of(outputs, [](const Array& array) { return array.device < 0; });
+  if (blocks) instance_.member().synchronize(caller_);  // notices a stop, which a blocked thread would not
   for (size_t i = 0; i < outputs.size(); ++i) copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
 }
 

@@ -36,6 +36,8 @@ void stop(const std::string& reason);
 
 // True if only one group at a time may use the devices.
 extern const bool kOneParty;
+// True if a copy to memory of the host blocks the thread until the stream is done.
+extern const bool kCopiesBlock;
 // True if the device has been initialised.
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.

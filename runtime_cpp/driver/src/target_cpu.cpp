@@ -62,6 +62,7 @@ std::string report() { return hw_cpu_failed() ? hw_cpu_last_report() : ""; }
 void stop(const std::string& reason) { hw_cpu_abort(reason.c_str()); }
 
 const bool kOneParty = true;
+const bool kCopiesBlock = false;
 
 bool is_set_up(int) { return true; }
 

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "signals_cuda.h"
@@ -64,6 +65,7 @@ std::string report() { return ""; }
 void stop(const std::string&) {}
 
 const bool kOneParty = false;
+const bool kCopiesBlock = true;
 
 bool is_set_up(int device) {
   using GetState = int (*)(int device, unsigned* flags, int* active);
@@ -98,7 +100,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted) {
   const auto making = std::make_shared<Making>();
-  std::thread([=] {
+  in_background([=] {
     ncclComm_t comm = nullptr;
     ncclResult_t result = cudaSetDevice(device) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
     if (result == ncclSuccess) result = make(&comm, process_group, id);
@@ -107,7 +109,7 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
     making->result = result;
     making->changed.notify_all();
     if (making->given_up && result == ncclSuccess) ncclCommAbort(comm);
-  }).detach();
+  });
   std::unique_lock lock(making->mutex);
   const auto done = [&] { return making->result != ncclInProgress; };
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
