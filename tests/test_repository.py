@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +52,13 @@ def test_github_reads_the_file(path: str) -> None:
 
 def test_the_workflow_runs_what_every_change_must_pass() -> None:
     assert "      - run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_released_packages_link_to_their_repository(tmp_path: Path) -> None:
+    """The release workflow appends the links, because a checkout does not know its repository."""
+    (command,) = re.findall(r"- run: (printf .*)", (ROOT / ".github" / "workflows" / "release.yml").read_text())
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "URL": "https://host/owner/name"}, check=True)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"] == {"Repository": "https://host/owner/name", "Changelog": "https://host/owner/name/blob/main/CHANGELOG.md"}
+    assert project["name"] == "hostweave"
