@@ -81,11 +81,9 @@ def main() -> None:
     print_machine()
     ranks = len(gpus())
     print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
-    for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():
-        x_type, y_type, instruction = (text.format(ranks=ranks) for text in (x_type, y_type, instruction))
-        text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
+    for name, (*_, calls) in COMMUNICATIONS.items():
         # Unchecked, because a reduce writes the output of one rank only.
-        program = hw.compile(hw.HostProgram.parse(text), target="cuda", options=hw.Options(check=False))
+        program = hw.compile(hw.HostProgram.parse(text_of(name, ranks)), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():
             shape = {WHOLE: (1 << log,), BLOCK: (1 << log,), EACH: (ranks, 1 << log), BLOCKS: (ranks, ranks, (1 << log) // ranks)}
@@ -95,6 +93,12 @@ def main() -> None:
             share = statistics.median(theirs[1] / ours[1] for ours, theirs in rounds)
             ms = spread([ours[1] for ours, _ in rounds])
             print(f"{name:15} {size:>8}: {more:+.2f} us, {share:.3f} of the bandwidth ({ms} ms)", flush=True)
+
+
+def text_of(name: str, ranks: int) -> str:
+    """Host IR of a program with one communication."""
+    x_type, y_type, instruction = (text.format(ranks=ranks) for text in COMMUNICATIONS[name][:3])
+    return f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
 
 
 def _bare(program: Any, calls: str) -> Any:

@@ -24,6 +24,14 @@ def main() -> None:
             _compare(name, rows, depth, columns)
 
 
+def program_of(depth: int, types: dict[str, hw.TensorType], tune: bool) -> hw.Program:
+    @hw.fusion(x=hw.bf16["T", depth], **types)
+    def products(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return tuple(hw.silu(x @ w) for w in weights.values())
+
+    return hw.compile(products, target="cuda", options=hw.Options(tune=tune))
+
+
 def _compare(name: str, rows: int, depth: int, columns: int) -> None:
     import torch
 
@@ -32,11 +40,7 @@ def _compare(name: str, rows: int, depth: int, columns: int) -> None:
     arrays = {"x": torch.randn(rows, depth, device="cuda").bfloat16()}
     arrays |= {w: (torch.randn(depth, columns, device="cuda") * depth**-0.5).bfloat16() for w in types}
 
-    @hw.fusion(x=hw.bf16["T", depth], **types)
-    def products(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        return tuple(hw.silu(x @ w) for w in weights.values())
-
-    programs = {tune: hw.compile(products, target="cuda", options=hw.Options(tune=tune)) for tune in (False, True)}
+    programs = {tune: program_of(depth, types, tune) for tune in (False, True)}
     times: dict[bool, list[float]] = {tune: [] for tune in programs}
     for _ in range(ROUNDS):
         for tune, program in programs.items():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_files import benchmark
 
 from hostweave.base.paths import BENCHMARKS
-from hostweave.cli.programs import load_file
-from hostweave.types.machine import H200
 
 DOCS = Path(__file__).parents[1] / "docs"  # a page is no part of the package
 LINES = {
@@ -21,14 +19,6 @@ LINES = {
     "model": "decode, batch 1, 8 layers, 2 GPUs: ours 16.280 (16.2 to 16.4) ms, 983 tokens/s, transformers 26 (26 to 27) ms, 613 tokens",
     "host": "host time, hostweave, captured: 10.0 us, 9.7 to 14.9; the first after a wait 61.0",
 }
-
-
-def benchmark(name: str) -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return load_file(BENCHMARKS / f"{name}.py")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +43,3 @@ def test_rows_of_goals(figures: Any) -> None:
     assert rows["host time of a captured pass of 4 layers, us"].endswith("| 10.0 | at most 10 | met |")
     assert rows["its first launch after a wait, us"].endswith("| 61.0 | at most 90 | met |")
     assert rows["8 layers of 8B, decode, batch 1, 1 GPU, tokens/s"].endswith("| not measured | at least 766 | |")
-
-
-def test_alternatives_of_overlap_compile() -> None:
-    """Ways that streams cannot state, such as copies without a loop, compile too."""
-    overlap = benchmark("overlap")
-    ways = overlap._ways(overlap.CASES[1], 2, machine=H200, check=False)
-    assert "put(1)" in ways
-    assert ways["put(1)"].choices[0].taken.name == "put(1)"

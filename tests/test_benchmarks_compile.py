@@ -1,0 +1,123 @@
+"""Programs of benchmarks are lowered, checked and emitted, without a GPU: benchmarks themselves run only now and then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from benchmark_files import benchmark
+
+import hostweave as hw
+from hostweave.base.paths import BENCHMARKS
+from hostweave.types.machine import H200
+
+RANKS = 2
+ON_CPUS = {"compiler", "cpu_matmul", "host_time"}  # they have parts that run without a GPU
+
+
+def compiled(fusion: Any, **options: Any) -> hw.Program:
+    return hw.compile(fusion, target="cuda", options=hw.Options(machine=H200, **options))
+
+
+def attention(module: Any) -> Iterator[hw.Program]:
+    for made in (module._fusion, module._backward, module._with_lse):
+        yield compiled(made(*module.HEADS[1]))
+    yield from map(compiled, module._shared().values())
+
+
+def comm(module: Any) -> Iterator[hw.Program]:
+    for name in module.COMMUNICATIONS:
+        yield hw.compile(hw.HostProgram.parse(module.text_of(name, RANKS)), target="cuda", options=hw.Options(check=False))
+
+
+def decode(module: Any) -> Iterator[hw.Program]:
+    module.BLOCKS = 2
+    yield module.program_of(module.TOGETHER, RANKS, machine=H200)
+
+
+def few_rows(module: Any) -> Iterator[hw.Program]:
+    for is_gated in (False, True):
+        yield module._program(2, 64, 128, is_gated)
+
+
+def fp8(module: Any) -> Iterator[hw.Program]:
+    for scaling, (k, n) in {"tensor": ("K", "N"), "row": ("K", "N"), "block": (256, 512)}.items():
+        yield module._product(scaling, k, n)
+    for dtype in (module.OURS, module.BF16):
+        yield compiled(module.layer(RANKS, 2048, dtype))
+        yield compiled(module.decoding(16, dtype))
+
+
+def fsdp(module: Any) -> Iterator[hw.Program]:
+    module.LAYERS = 2
+    for layout in ("rows", "columns", "rows of transposes"):
+        yield module.compiled_for(RANKS, layout, machine=H200)
+    yield module.compiled_for(RANKS, "rows", multiplies=False, machine=H200)
+
+
+def graph_progress(module: Any) -> Iterator[hw.Program]:
+    module.decode.BLOCKS = module.small_all_reduce.STEPS = 2
+    yield from (program for program, _ in islice(module._programs(RANKS), 1, None))
+
+
+def kernels(module: Any) -> Iterator[hw.Program]:
+    for case in module.CASES:
+        yield compiled(module._fusion(case, *module.WIDTHS["8B"]))
+
+
+def layer(module: Any) -> Iterator[hw.Program]:
+    for case in module.TOGETHER[:4:2]:
+        yield module._program(case, RANKS, "auto")
+    yield module._program(module.ALONE[0], 1, "off")
+
+
+def moe(module: Any) -> Iterator[hw.Program]:
+    for is_gradient in (False, True):
+        yield module._product(8, 64, 128, is_gradient)
+    yield compiled(module._through(RANKS))
+    yield module._layer("moe_training", machine=H200)
+
+
+def overlap(module: Any) -> Iterator[hw.Program]:
+    for case in module.CASES[1], module.CASES[8]:
+        ways = module._ways(case, RANKS, machine=H200, check=False)
+        assert case.kind == "rs" or ways["put(1)"].choices[0].taken.name == "put(1)"  # copies without a loop, which no stream states
+        yield from ways.values()
+
+
+def sequence_parallel(module: Any) -> Iterator[hw.Program]:
+    yield compiled(module.fusion_of(RANKS), sizes=module.sizes_of(8192))
+
+
+def small_all_reduce(module: Any) -> Iterator[hw.Program]:
+    module.STEPS = 2
+    for transport in ("auto", "two_sided"):
+        yield module._program(RANKS, transport)
+
+
+def tune(module: Any) -> Iterator[hw.Program]:
+    yield module.program_of(64, {"w_0": hw.bf16[64, 128], "w_1": hw.bf16[64, 128]}, tune=True)
+
+
+PROGRAMS: dict[str, Callable[[Any], Iterator[hw.Program]]] = {
+    one.__name__: one
+    for one in (
+        *(attention, comm, decode, few_rows, fp8, fsdp, graph_progress, kernels, layer, moe, overlap, sequence_parallel),
+        *(small_all_reduce, tune),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_emitted(name: str) -> None:
+    for program in PROGRAMS[name](benchmark(name)):
+        assert f"namespace programs::{program.name}" in program.sources["program.h"]
+
+
+def test_every_benchmark_is_here() -> None:
+    """Benchmarks of PyTorch modules are not: their programs need PyTorch, and minutes."""
+    compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
+    assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # predictions has programs of the others
