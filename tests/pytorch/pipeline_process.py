@@ -1,6 +1,7 @@
 """A rank of a pipeline as a process of torchrun, on GPUs if there are any.
 
-It trains its stage, and prints that the stage equals that of a model which torch trains on one device.
+It trains its stage, by torch's optimizer and by whole steps, and prints that the stage equals that of a model which torch trains on one
+device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
 """
@@ -32,17 +33,21 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype) -> None:
-    """Compares steps of AdamW on the stage of this rank with torch's on all stages: losses, gradients and parameters."""
+def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype, in_program: bool) -> None:
+    """Compares steps of AdamW on the stage of this rank with torch's on all stages: losses, gradients and parameters.
+
+    With `in_program` the program steps the optimizer, and clips the gradients of all stages.
+    """
     torch.manual_seed(0)
     stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)
     want = copy.deepcopy(stages)
     x, target = torch.randn(2, 2 * BATCHES, WIDTH, dtype=dtype).to(device)
     loss, own = nn.functional.mse_loss, stages[group.rank]
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (stages if in_program else own, want))
+    whole = {"optimizer": mine, "clip_grad_norm": 0.5} if in_program else {}
     step = hostweave.torch.compile(
-        list(stages), hw.Mesh(pp=group.count), {}, (x, target), schedule=schedule, microbatches=BATCHES, loss=loss
+        list(stages), hw.Mesh(pp=group.count), {}, (x, target), schedule=schedule, microbatches=BATCHES, loss=loss, **whole
     )
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (own, want)]
     is_last = group.rank == group.count - 1
     for number in range(STEPS):
         made = step(x if group.rank == 0 else None, target if is_last else None)
@@ -50,11 +55,16 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
         wanted.backward()
         if is_last:
             torch.testing.assert_close(made, wanted.detach(), rtol=TOLERANCES[dtype], atol=0)
-        if number == 0 or dtype == torch.float32:  # AdamW's first steps are as large as the rate, even for roundoff of bf16
+        if in_program:
+            norm = nn.utils.clip_grad_norm_(want.parameters(), 0.5)
+            torch.testing.assert_close(step.grad_norm.float(), norm.float(), rtol=TOLERANCES[dtype], atol=0)
+        elif number == 0 or dtype == torch.float32:  # AdamW's first steps are as large as the rate, even for roundoff of bf16
             expect_gradients(own, want[group.rank], TOLERANCES[dtype])
-        for optimizer in optimizers:
+        for optimizer in (theirs,) if in_program else (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()
+    if in_program:  # a rank has no state of other stages
+        assert {id(one) for one in mine.state} == {id(one) for one in own.parameters()}
     if dtype == torch.float32:
         for one, other in zip(own.parameters(), want[group.rank].parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -63,8 +73,9 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
 def main(*words: str) -> None:
     group, device = joined()
     for schedule, word in zip(words[::2], words[1::2], strict=True):
-        train(group, device, schedule, getattr(torch, word))
-        group.check()
+        for in_program in (False, True):
+            train(group, device, schedule, getattr(torch, word), in_program)
+            group.check()
         if group.rank == 0:
             print(f"{schedule} in {word} is right", flush=True)
     torch.distributed.barrier()

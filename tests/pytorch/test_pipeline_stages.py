@@ -131,6 +131,75 @@ def test_ranks_of_a_group_have_what_their_stages_have() -> None:
     expect_gradients(model, want)
 
 
+# --- whole steps ------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda of: torch.optim.AdamW(of, lr=1e-2, eps=1e-3),
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # its state has no number of steps
+}
+
+
+def expect_steps(name: str, schedule: str, mesh: hw.Mesh, clip: float | None, in_threads: bool) -> None:
+    """Steps of the optimizer in a pipeline, whose losses, norms, parameters and states equal torch's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(2)))
+    want, loss = copy.deepcopy(model), nn.functional.mse_loss
+    mine, theirs = (OPTIMIZERS[name](one.parameters()) for one in (model, want))
+    x, target = torch.randn(2, 2 * BATCHES, WIDTH)
+    plan = PLANS["tp"] if mesh.size > 2 else {}
+    how = {"schedule": schedule, "microbatches": BATCHES, "loss": loss, "optimizer": mine, "clip_grad_norm": clip}
+    step = hostweave.torch.compile(list(model), mesh, plan, (x, target), **how)
+    threads, losses = hw.Threads(2), dict[int, Any]()
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        for number in range(3):
+            made = step(*((x, None) if rank == 0 else (None, target)))
+            losses.update({number: made} if rank else {})
+
+    if in_threads:
+        threads.run(on_rank)
+    for number in range(3):
+        wanted = loss(want(x), target)
+        wanted.backward()
+        norm = nn.utils.clip_grad_norm_(want.parameters(), clip or 1e9)
+        torch.testing.assert_close(losses[number] if in_threads else step(x, target), wanted.detach())
+        if clip and (number == 2 or not in_threads):
+            assert norm > clip
+            torch.testing.assert_close(step.grad_norm, norm)
+        theirs.step()
+        theirs.zero_grad()
+    for one, other in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.grad is None
+        states = mine.state[one], theirs.state[other]
+        assert list(states[0]) == list(states[1])
+        for key, value in states[0].items():
+            torch.testing.assert_close(value, states[1][key])
+    theirs.load_state_dict(mine.state_dict())  # torch takes over where the program ended
+    theirs.step()
+
+
+@pytest.mark.extra
+def test_an_optimizer_steps_on_ranks_of_a_group() -> None:
+    expect_steps("adamw", "1f1b", hw.Mesh(pp=2), clip=0.5, in_threads=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule", "mesh", "clip", "in_threads"),
+    [
+        ("momentum", "zero_bubble", {"pp": 2}, None, True),
+        ("momentum", "gpipe", {"pp": 2, "tp": 2}, 0.5, False),
+        ("adamw", "interleaved", {"pp": 1}, 0.5, False),
+        ("adamw", "auto", {"pp": 2}, None, False),
+    ],
+)
+def test_an_optimizer_steps(name: str, schedule: str, mesh: dict[str, int], clip: float | None, in_threads: bool) -> None:
+    expect_steps(name, schedule, hw.Mesh(**mesh), clip, in_threads)
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +282,19 @@ def test_mistakes(changed: dict[str, Any], message: str) -> None:
 def test_options_of_pipelines_need_stages() -> None:
     with pytest.raises(ProgramError, match="schedule=, microbatches= and loss= are for pipelines; pass a Pipe"):
         hostweave.torch.compile(Block(), hw.Mesh(), {}, (torch.zeros(2, WIDTH),), microbatches=2)
-    optimizer = torch.optim.SGD(Block().parameters())
-    with pytest.raises(ProgramError, match="optimizer= is not supported for a pipeline; leave it out"):
-        hostweave.torch.compile([Block(), Block()], hw.Mesh(pp=2), {}, (torch.zeros(2, WIDTH),), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"accumulate": 2}, "accumulate= is not supported for a pipeline, .*; pass more microbatches="),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler= is not supported for a pipeline; leave it out"),
+        ({"optimizer": None, "clip_grad_norm": 1.0}, "clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too"),
+        ({}, r"optimizer: \S+ requires grad, but is not in the optimizer; add it, or freeze it"),
+    ],
+)
+def test_mistakes_with_optimizers(changed: dict[str, Any], message: str) -> None:
+    stages, x = [Block(), Block()], torch.zeros(2, WIDTH)
+    options = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD(stages[0].parameters()), **changed}
+    with pytest.raises(ProgramError, match=message):
+        hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (x, x), **options)

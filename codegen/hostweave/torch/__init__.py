@@ -101,18 +101,29 @@ def compile(
     pp for the stages, with stage s at place `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch,
     which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
     argument; without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the
-    cost model choose the order.
+    cost model choose the order. `optimizer` has the parameters of all stages; a rank keeps only state of its stages. `clip_grad_norm` is then
+    the largest norm over all stages.
 
     Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops with the lines
     that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """
+    if optimizer is None and (clip_grad_norm is not None or accumulate != 1 or scaler is not None):
+        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is not a number of calls; pass an int of at least 1")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is not a norm; pass a number above 0")
     if isinstance(module, Pipe | list | tuple):
-        single = {"optimizer": optimizer, "fp8": fp8, "dynamic_shapes": dynamic_shapes, "scaler": scaler, "clip_grad_norm": clip_grad_norm}
+        single = {"fp8": fp8, "dynamic_shapes": dynamic_shapes, "scaler": scaler}
         if unfit := [name for name, value in single.items() if value is not None]:
             raise ProgramError(f"hostweave.torch.compile: {unfit[0]}= is not supported for a pipeline; leave it out")
-        return compiled_pipeline(module, mesh, plan or {}, example_inputs, loss, microbatches, schedule or "auto", target, options)
+        if accumulate != 1:
+            why = "accumulate= is not supported for a pipeline, whose call adds the gradients of its micro-batches"
+            raise ProgramError(f"hostweave.torch.compile: {why}; pass more microbatches=")
+        settings = schedule or "auto", target, options, optimizer, clip_grad_norm
+        return compiled_pipeline(module, mesh, plan or {}, example_inputs, loss, microbatches, *settings)
     if schedule is not None or microbatches != 1 or loss is not None:
         why = "schedule=, microbatches= and loss= are for pipelines"
         raise ProgramError(f"hostweave.torch.compile: {why}; pass a Pipe of torch.distributed.pipelining, or a list of stages")
@@ -135,12 +146,6 @@ def compile(
         leaves, rows = of_all_ranks(leaves, prod(dict(placed.axes)[axis] for axis in axes))
         args, kwargs = pytree.tree_unflatten(leaves, structure)
     training = training or optimizer is not None
-    if optimizer is None and (clip_grad_norm is not None or accumulate != 1 or scaler is not None):
-        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is not a number of calls; pass an int of at least 1")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is not a norm; pass a number above 0")
     step = None if optimizer is None else (optimizer, clip_grad_norm, accumulate, scaler)
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")

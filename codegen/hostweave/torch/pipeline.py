@@ -33,6 +33,7 @@ from hostweave.torch.plan import AxesOfDims, Layouts, layouts, matching, mesh_of
 from hostweave.torch.schedules import Action, schedule_of
 from hostweave.torch.state import State
 from hostweave.torch.trace import traced_function
+from hostweave.torch.updates import Updates, clipped, squares, updated_by
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
@@ -79,6 +80,13 @@ class _Stage:
     state: State | None = None
 
     @property
+    def trained(self) -> list[tuple[str, TensorType]]:
+        """The path of each parameter that gets a gradient, and the type of the parameter in the program."""
+        numbers = [what for _, returned in self.parts.values() for what in returned if isinstance(what, int)]
+        own = [(self.joint.origins[at], self.joint.sources[at]) for at in numbers if self.source_of(at) is None]
+        return [(origin.name, self.outer.type_of(node, self.joint.axes_of(origin))) for origin, node in own]
+
+    @property
     def returned(self) -> list[tuple[Node, Node]]:
         """The results and the saved values of the forward pass, each with its node of the forward graph."""
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
@@ -112,21 +120,36 @@ class Pipeline:
 
     `program` is its program. Ranks of the last stage get the loss, and ranks of a stage the gradients of its parameters. If all ranks are
     in this process, a call takes whole arguments and returns both. A rank passes None for arguments that its stages do not take.
+
+    With `optimizer` a call updates parameters and `optimizer.state` in place instead, each rank those of its stages. With `clip_grad_norm`,
+    `grad_norm` is the norm of the gradients of all stages before clipping, in the last call.
     """
 
-    def __init__(self, stages: list[_Stage], names: list[str], microbatches: int, actions: list[Action], options: Options, target: str):
-        self._stages, self._names, self._microbatches = stages, names, microbatches
+    def __init__(
+        self,
+        stages: list[_Stage],
+        names: list[str],
+        microbatches: int,
+        actions: list[Action],
+        options: Options,
+        target: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        clip_grad_norm: float | None = None,
+    ):
+        self._stages, self._names, self._microbatches, self._clip = stages, names, microbatches, clip_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._updates: dict[int, Updates] = {}  # the step of the optimizer, by number of the stage
         self._tensors: dict[str, tuple[_Stage, str, TensorType]] = {}  # tensors of modules, by input of the program
         self._constants: dict[str, torch.Tensor] = {}
         self._arguments: dict[str, tuple[int, int]] = {}  # input of the program -> argument and micro-batch
         self._updated: list[tuple[_Stage, str]] = []  # the parameters whose gradients the program returns, in order
         self._wants = {id(one): one.requires_grad for stage in stages for one in stage.module.parameters()}
         self._modes = [(stage.module, stage.module.training) for stage in stages]
-        self.program = self._compiled(actions, options, target)
+        self.program = self._compiled(actions, options, target, optimizer)
 
     # --- the program --------------------------------------------------------------------------------------------------
 
-    def _compiled(self, actions: list[Action], options: Options, target: str) -> Program:
+    def _compiled(self, actions: list[Action], options: Options, target: str, optimizer: torch.optim.Optimizer | None) -> Program:
         types: dict[str, Any] = {}
         inputs: dict[Any, str] = {}  # identity of a value -> input
 
@@ -154,22 +177,40 @@ class Pipeline:
                                 if enter((source, one, stage.mesh), f"{self._names[source.number]}_{one}", type):
                                     self._arguments[inputs[source, one, stage.mesh]] = source.number, one
 
-        def pipeline(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return _Recording(self, {key: given[name] for key, name in inputs.items()}).results(actions)
+        for stage in self._stages:
+            if optimizer is None:
+                break
+            for path, type in stage.trained:
+                if enter((stage.number, path), name_of(path), type):
+                    self._tensors[inputs[stage.number, path]] = stage, path, type
+            trained = [(inputs[stage.number, path], path, tensor_of(stage.module, path)) for path, _ in stage.trained]
+            updates = Updates(optimizer, updated_by(optimizer, trained), types, f"stage_{stage.number}_")
+            for updated in updates.parameters:
+                types |= updated.types(types[updated.name])
+            types |= updates.numbers(stage.outer.part)
+            self._updates[stage.number] = updates
+        first = 1 + (len(self._places) if self._clip is not None else 0)
+        written = [name for updates in self._updates.values() for name in updates.written]
 
-        mesh = Mesh(self._mesh_axes)
-        return compile_program(hw.fusion(mesh=mesh, **types)(pipeline), target=target, options=options)
+        def pipeline(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return _Recording(self, {key: given[name] for key, name in inputs.items()}, given).results(actions)
+
+        mesh, donated = Mesh(self._mesh_axes), {name: number for number, name in enumerate(written, first)}
+        return compile_program(hw.fusion(mesh=mesh, donate=donated, **types)(pipeline), target=target, options=options)
+
+    @property
+    def _places(self) -> list[Mesh]:
+        return list(dict.fromkeys(stage.mesh for stage in self._stages))
 
     @property
     def _mesh_axes(self) -> tuple[tuple[str, int], ...]:
-        places = len({stage.mesh for stage in self._stages})
-        return ((AXIS, places), *self._stages[0].mesh.axes)
+        return ((AXIS, len(self._places)), *self._stages[0].mesh.axes)
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Computes the loss and the gradients of these arguments. Returns None on ranks outside of the last stage.
+        """Computes the loss and the gradients of these arguments, or makes a step. Returns None on ranks outside of the last stage.
 
         Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
         """
@@ -178,10 +219,11 @@ class Pipeline:
         rank = group.rank if group else None
         values = _bound(self._names, args, kwargs)
         batches = [self._split(name, value, group) for name, value in zip(self._names, values, strict=True)]
-        given: dict[str, Any] = {}
+        given, hosts = self._stepped(rank)
         with torch.no_grad():
             for name, (stage, path, type) in self._tensors.items():
-                given[name] = self._own(tensor_of(stage.module, path), type, rank)
+                if name not in given:
+                    given[name] = self._own(tensor_of(stage.module, path), type, rank)
             for name, type in ((parameter.name, parameter.type) for parameter in self.program.host.arguments):
                 if name in self._constants:
                     given[name] = self._own(self._constants[name], type, rank)
@@ -192,11 +234,39 @@ class Pipeline:
                         raise ArgumentError(f"pipeline: {self._names[number]} is None, and rank {rank} takes it; pass this rank's rows")
                     given[name] = batches[number][one] if is_here else None  # type: ignore[index]
             made = self.program(**given, group=group) if group else self.program.run(**given)
-            loss, *gradients = made if isinstance(made, tuple) else (made,)
-            for (stage, path), gradient in zip(self._updated, gradients, strict=True):
+            loss, *others = made if isinstance(made, tuple) else (made,)
+            if self._clip is not None:
+                self.grad_norm = next(one for one in others[: len(self._places)] if one is not None)
+            for number, of_stage in hosts.items():
+                self._updates[number].ended(of_stage)
+            for (stage, path), gradient in zip(self._updated, others if self._updated else (), strict=True):
                 if gradient is not None:
                     self._accumulate(tensor_of(stage.module, path), gradient, group)
         return loss  # type: ignore[no-any-return]
+
+    def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
+        """The inputs of the optimizer's step, None for those of other ranks, and the state on the host after it, by stage."""
+        given: dict[str, Any] = {}
+        hosts: dict[int, list[dict[str, Any]]] = {}
+        for number, updates in self._updates.items():
+            stage = self._stages[number]
+            updates.expect_held("pipeline")
+            if rank is not None and rank not in stage.mesh.all_ranks:
+                names = [name for one in updates.parameters for name in one.types(self._tensors[one.name][-1])]
+                given |= dict.fromkeys([*names, *updates.numbers()])
+                continue
+            for one in updates.parameters:
+                is_whole, is_sharded = not isinstance(one.parameter, DTensor), any(dim.axes for dim in self._tensors[one.name][-1].dims)
+                if rank is None and not is_whole:
+                    why = "is a DTensor, and without a group all ranks run in this process on copies of it"
+                    raise ArgumentError(f"pipeline: stage {number}: {one.path} {why}; call hw.init on each rank")
+                if rank is not None and is_whole and is_sharded:
+                    why = "is replicated, but the plan shards it; make it a DTensor, or train without optimizer="
+                    raise ArgumentError(f"pipeline: stage {number}: {one.path} {why}")
+            device = next((one.parameter.device for one in updates.parameters), torch.device("cpu"))
+            numbers, hosts[number] = updates.next("pipeline", device)
+            given |= {**updates.entries(), **numbers}
+        return given, hosts
 
     def _split(self, name: str, value: Any, group: Group | None) -> tuple[torch.Tensor, ...] | None:
         if value is None and group is not None:
@@ -239,8 +309,8 @@ class Pipeline:
 class _Recording:
     """Records the actions of a pipeline in its program."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Mapping[Any, hw.Tensor]):
-        self.pipeline, self.inputs, self.stages = pipeline, inputs, pipeline._stages
+    def __init__(self, pipeline: Pipeline, inputs: Mapping[Any, hw.Tensor], named: Mapping[str, hw.Tensor]):
+        self.pipeline, self.inputs, self.named, self.stages = pipeline, inputs, named, pipeline._stages
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # results and saved values of a stage and micro-batch
         self.moved: dict[Any, hw.Tensor] = {}  # results of stages, by their users
         self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
@@ -255,13 +325,34 @@ class _Recording:
                 self._forward(stage, one)
             elif kind in stage.parts:
                 self._backward(stage, *stage.parts[kind], one)
-        updated = self.pipeline._updated
-        updated[:] = [(self.stages[number], path) for number, path in self.gradients]
         loss = self.losses[0]
         for other in self.losses[1:]:
             loss = loss + other
         scaled = loss * (1 / self.pipeline._microbatches)
+        if self.pipeline._updates:
+            return scaled, *self._step()
+        updated = self.pipeline._updated
+        updated[:] = [(self.stages[number], path) for number, path in self.gradients]
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
+
+    def _step(self) -> list[hw.Tensor]:
+        """The norm of all gradients at each place, if they are clipped, and the new parameters and state of each stage."""
+        pipeline = self.pipeline
+        gradients: dict[int, list[hw.Tensor]] = {}
+        for number, updates in pipeline._updates.items():
+            dims = {one.path: [dim.axes for dim in pipeline._tensors[one.name][-1].dims] for one in updates.parameters}
+            gradients[number] = [resharded(self.gradients[number, path], tuple(axes)) for path, axes in dims.items()]
+        norms: dict[Mesh, hw.Tensor] = {}
+        if (limit := pipeline._clip) is not None:
+            first = pipeline._places[0]
+            totals = [squares(of_stage) for of_stage in gradients.values() if of_stage]
+            norm = hw.sqrt(sum((_moved(one, one.type, first) for one in totals[1:]), _moved(totals[0], totals[0].type, first)))
+            norms = {place: _moved(norm, norm.type, place) for place in pipeline._places}
+            gradients = {number: clipped(own, norms[self.stages[number].mesh], limit) for number, own in gradients.items()}
+        made = [*norms.values()]
+        for number, updates in pipeline._updates.items():
+            made += updates.compute(self.named, gradients[number])
+        return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
         """The gradient, sharded like its parameter if that is a DTensor, otherwise replicated."""
@@ -366,8 +457,10 @@ def compiled_pipeline(
     schedule: str,
     target: str | None,
     options: Options | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_grad_norm: float | None = None,
 ) -> Pipeline:
-    """Compiles a model that is cut into stages. Raises ProgramError if stages, plan or arguments do not fit."""
+    """Compiles a model that is cut into stages. Raises ProgramError if stages, plan, arguments or optimizer do not fit."""
     names, modules, wiring = _cut(pipe)
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss).train(modules[-1].training)
@@ -398,7 +491,7 @@ def compiled_pipeline(
     device = target or ("cuda" if any(one.is_cuda for one in tensors) else "cpu")
     if schedule != "auto":
         settings = replace(settings, stages="as_written")
-    return Pipeline(stages, names, microbatches, actions, settings, device)
+    return Pipeline(stages, names, microbatches, actions, settings, device, optimizer, clip_grad_norm)
 
 
 def _cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[_Source]]]:

@@ -1,0 +1,282 @@
+"""The part of a program that steps an optimizer: new values of parameters and of their state, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import full as full_dtensor
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.names import unique_name
+from hostweave.torch.aten import cast, dtype_of
+from hostweave.torch.graph import name_of
+from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import Dim, TensorType
+
+_ODD = "not_finite"  # number of gradient elements that are not finite, in a step that scales its loss
+
+
+class Updated(NamedTuple):
+    """A parameter that the step updates: its input of the program, its path in the module, and the step of the optimizer for it."""
+
+    name: str
+    path: str
+    parameter: torch.Tensor
+    recorded: RecordedStep
+
+    @property
+    def layer(self) -> tuple[str, str]:
+        """The list that contains the parameter's module, and its number; only the path if there is no list."""
+        words = self.path.split(".")
+        at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
+        return ".".join(words[:at]), "".join(words[at : at + 1])
+
+    @property
+    def own(self) -> str:
+        """Its name within its layer."""
+        return name_of(self.path.removeprefix(f"{'.'.join(self.layer)}.")) if self.layer[1] else self.name
+
+    @property
+    def entries(self) -> dict[str, str]:
+        """The suffix of the name of each value that the step reads, by its role in the optimizer."""
+        return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
+
+    @property
+    def written(self) -> list[str]:
+        """The suffixes of the names of values that the step writes."""
+        results = self.recorded.step.results
+        return [end for key, end in self.entries.items() if results[key].source != key]
+
+    def types(self, stated: TensorType) -> dict[str, TensorType]:
+        """The types of `entries` by name: sharded like the parameter if they have the same shape, otherwise replicated."""
+        found = {self.name: stated}
+        for key, entry in self.recorded.entries.items():
+            dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
+            found[f"{self.name}{self.entries[key]}"] = TensorType(dtype_of(entry.dtype), dims, mesh=stated.mesh)
+        return found
+
+
+def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
+    """The parameters with gradients, each given as its input of the program, its path and its tensor.
+
+    Raises ProgramError for an optimizer that does not fit.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass one that has the parameters of the module")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ProgramError("optimizer: hooks on its step are not supported; remove them, or omit optimizer=")
+    group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    recorded: dict[object, RecordedStep] = {}
+    found = []
+    for name, path, tensor in parameters:
+        if tensor not in group_of:
+            raise ProgramError(f"optimizer: {path} requires grad, but is not in the optimizer; add it, or freeze it")
+        state = optimizer.state.get(tensor, {})
+        alike = group_of[tensor], tuple(tensor.shape), tensor.dtype, bool(state)
+        if alike not in recorded:
+            recorded[alike] = RecordedStep(optimizer, *alike[:3], state)
+        found.append(Updated(name, path, tensor, recorded[alike]))
+    return found
+
+
+class Updates:
+    """The step of an optimizer for parameters of a program. `taken` are the names of the program's other inputs.
+
+    `prefix` begins the names of its functions.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
+        self.optimizer, self.parameters, self._prefix = optimizer, parameters, prefix
+        alike: dict[object, list[Updated]] = {}
+        for one in parameters:
+            alike.setdefault(one.recorded.words, []).append(one)
+        # the parameters, grouped by equal numbers of their steps; the first one of each group is the smallest
+        self._kinds = [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
+        names = dict.fromkeys(taken, "")
+        self._numbers: list[dict[int, str]] = []  # for each kind, the input of the program for each number of the step, by position
+        for members in self._kinds:
+            recorded = members[0].recorded
+            self._numbers.append({})
+            for at in recorded.changing:
+                self._numbers[-1][at] = unique_name(recorded.step.roles[at], names)
+                names[self._numbers[-1][at]] = ""
+
+    # --- the program ---------------------------------------------------------------------------------------------------
+
+    @property
+    def written(self) -> list[str]:
+        """The inputs that the step writes, in the order of the results of `compute`."""
+        return [f"{one.name}{end}" for one in self.parameters for end in one.written]
+
+    def numbers(self, mesh: Mesh | None = None) -> dict[str, TensorType]:
+        """The types of the numbers that change from step to step, such as learning rates."""
+        dtypes = [torch.promote_types(members[0].parameter.dtype, torch.float32) for members in self._kinds]
+        pairs = zip(dtypes, self._numbers, strict=True)
+        return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
+
+    def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
+        """The new values of `written`. With `odd` above 0 they are the old ones. Equal layers are updated by calls of one function."""
+        tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
+        tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
+        found: dict[str, hw.Tensor] = {}
+        names: dict[str, None] = {}
+        for layers in self._alike(tensors):
+            function = self._update_of(layers[0])
+            operands = [self._names_in(layer, odd is not None) for layer in layers]
+            if len(layers) > 1:
+                word = f"{self._prefix}{type(self.optimizer).__name__.lower()}"
+                function.__name__ = unique_name(f"{word}_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
+                names[function.__name__] = None
+                types = {own: tensors[name].type for own, name in operands[0].items()}
+                donated = [f"{one.own}{end}" for one in layers[0] for end in one.written]
+                function = hw.block(donate={own: number for number, own in enumerate(donated)}, **types)(function)
+            for layer, names_of in zip(layers, operands, strict=True):
+                made = iter(function(**{own: tensors[name] for own, name in names_of.items()}))
+                found |= {f"{one.name}{end}": next(made) for one in layer for end in one.written}
+        return [found[name] for name in self.written]
+
+    @cached_property
+    def _kind_of(self) -> dict[str, int]:
+        return {one.name: kind for kind, members in enumerate(self._kinds) for one in members}
+
+    def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[Updated]]]:
+        """Groups the parameters by layer, and the layers by equal updates."""
+        layers: dict[tuple[str, str], list[Updated]] = {}
+        for one in self.parameters:
+            layers.setdefault(one.layer, []).append(one)
+        alike: dict[object, list[list[Updated]]] = {}
+        for (of, _), layer in layers.items():
+            alike.setdefault((of, *((one.own, self._kind_of[one.name], str(tensors[one.name].type)) for one in layer)), []).append(layer)
+        return alike.values()
+
+    def _names_in(self, layer: Sequence[Updated], is_scaled: bool) -> dict[str, str]:
+        """Maps the operands of a layer's update to inputs of the program."""
+        given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
+        given |= {_ODD: _ODD} if is_scaled else {}
+        return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
+
+    def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
+        """A function of the operands in `_names_in`. It computes in 32 bits, or in 64 bits for 64-bit values."""
+
+        def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            made: list[hw.Tensor] = []
+            for one in layer:
+                ends = {**one.entries, GRADIENT: f"_{GRADIENT}"}
+                dtypes = {PARAMETER: one.parameter.dtype, **{key: entry.dtype for key, entry in one.recorded.entries.items()}}
+                values = {key: given[f"{one.own}{end}"] for key, end in ends.items()}
+                wide = {
+                    key: cast(value, torch.promote_types(dtypes.get(key, one.parameter.dtype), torch.float32))
+                    for key, value in values.items()
+                }
+                numbers = {at: given[name] for at, name in self._numbers[self._kind_of[one.name]].items()}
+                results = one.recorded.step.compute(wide, numbers)
+                new = {key: cast(results[key], dtypes[key]) for key, end in one.entries.items() if end in one.written}
+                made += [hw.where(given[_ODD] > 0, values[key], value) if _ODD in given else value for key, value in new.items()]
+            return tuple(made)
+
+        return update
+
+    # --- a call --------------------------------------------------------------------------------------------------------
+
+    def expect_held(self, name: str) -> None:
+        """Raises ArgumentError if the optimizer of module `name` no longer has a parameter."""
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
+            raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
+
+    def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The input numbers of the program, and for each parameter the state on the host after the step."""
+        numbers: dict[str, torch.Tensor] = {}
+        hosts: dict[int, dict[str, Any]] = {}
+        for members, names in zip(self._kinds, self._numbers, strict=True):
+            recorded = members[0].recorded
+            before = [self._host_of(one) for one in members]
+            if odd := next((one for one, host in zip(members, before, strict=True) if host != before[0]), None):
+                why = f"{odd.path} is at another step than {members[0].path}: {self._host_of(odd)} and {before[0]}"
+                raise ArgumentError(f"{name}: optimizer.state: {why}; give both the same state, or separate parameter groups")
+            step = recorded.next(name, before[0])
+            hosts.update({id(one.parameter): step.host for one in members})
+            dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
+            given = torch.tensor([step.numbers[at] for at in names], dtype=dtype).to(device)
+            numbers.update({of: given[place] for place, of in enumerate(names.values())})
+        return numbers, [hosts[id(one.parameter)] for one in self.parameters]
+
+    def _host_of(self, one: Updated) -> dict[str, Any] | None:
+        """The entries of a parameter's state outside of the program, as numbers; None before the first step."""
+        state, entries = self.optimizer.state.get(one.parameter, {}), one.recorded.entries
+        host = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items() if key not in entries}
+        return host if host or state.keys() == {*one.recorded.order} else None
+
+    def has_state(self) -> list[bool]:
+        """For each parameter, whether its state exists before the step."""
+        return [bool(self.optimizer.state.get(one.parameter)) for one in self.parameters]
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """The parameters and the tensors of their state, on this rank."""
+        found: dict[str, torch.Tensor] = {}
+        for one in self.parameters:
+            state = self.optimizer.state[one.parameter]
+            for key, entry in one.recorded.entries.items():
+                if key not in state:
+                    state[key] = _filled(one.parameter, entry, one.recorded.initial[key])
+            found |= {f"{one.name}{end}": local(state[key] if end else one.parameter) for key, end in one.entries.items()}
+        return found
+
+    def skipped(self, had_state: Sequence[bool]) -> None:
+        """Removes the state that was made for a step that then changed nothing."""
+        for one, before in zip(self.parameters, had_state, strict=True):
+            if not before:
+                self.optimizer.state.pop(one.parameter)
+
+    def ended(self, hosts: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the state on the host after the step."""
+        for one, host in zip(self.parameters, hosts, strict=True):
+            increment_version(one.parameter)  # torch does not see the write
+            state = self.optimizer.state[one.parameter]
+            for key, value in host.items():
+                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            if list(state) != one.recorded.order:
+                self.optimizer.state[one.parameter] = {key: state[key] for key in one.recorded.order}
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
+
+
+def squares(gradients: Sequence[hw.Tensor]) -> hw.Tensor:
+    """The sum of the squares of all elements, in 32 bits, or in 64 bits for 64-bit gradients."""
+    wide = [_wide(one) for one in gradients]
+    return sum((hw.sum(one * one) for one in wide[1:]), hw.sum(wide[0] * wide[0]))
+
+
+def clipped(gradients: Sequence[hw.Tensor], norm: hw.Tensor, limit: float) -> list[hw.Tensor]:
+    """Gradients scaled as torch.nn.utils.clip_grad_norm_ does, by its formula."""
+    scale = hw.minimum(limit / (norm + 1e-6), 1.0)
+    return [hw.astype(_wide(one) * scale, one.dtype) for one in gradients]
+
+
+def _wide(gradient: hw.Tensor) -> hw.Tensor:
+    return cast(gradient, torch.float32) if gradient.dtype != hw.f64 else gradient
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor of this rank."""
+    own: Any = tensor.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
+
+
+def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
+    """An entry of the state before the first step."""
+    if entry.shape == parameter.shape:
+        return torch.full_like(parameter.detach(), value, dtype=entry.dtype)
+    if isinstance(parameter, DTensor):
+        whole = [Replicate() for _ in parameter.placements]
+        return full_dtensor(tuple(entry.shape), value, dtype=entry.dtype, device_mesh=parameter.device_mesh, placements=whole)
+    return torch.full(tuple(entry.shape), value, dtype=entry.dtype, device=parameter.device)
