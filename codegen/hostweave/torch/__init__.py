@@ -101,8 +101,8 @@ def compile(
     pp for the stages, with stage s at place `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch,
     which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
     argument; without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the
-    cost model choose the order. `optimizer` has the parameters of all stages; a rank keeps only state of its stages. `clip_grad_norm` is then
-    the largest norm over all stages.
+    cost model choose the order. `optimizer` has the parameters of all stages; a rank keeps only state of its stages. `clip_grad_norm` is
+    then the largest norm over all stages.
 
     Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops with the lines
     that use them.
