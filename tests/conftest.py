@@ -6,27 +6,34 @@ import gc
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 from cuda_here import compiles, quick_options
 
+from hostweave.base.errors import BuildError
 from hostweave.build import make, nvrtc
 from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
+from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
-GPU_WORKERS = 8  # workers that share the GPUs; their tests mostly build programs
+WORKERS = 8  # maximum without GPUs
+GPU_TESTS = 6  # consecutive tests of a file that one worker runs: they share programs, and a file would take minutes
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
 
 # Long tests, which start first, so that no worker ends with one.
 LONGEST = (
-    "test_processes.py",  # one worker runs all of it
+    "test_processes.py",  # one worker runs all of it on CPUs
+    "test_interrupts.py",
     "test_export.py",
     "test_exported_library.py",
     "test_programs_of_unusual_names",
@@ -60,17 +67,31 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests that unset CXX also build without precompiled headers.
     """
     gc.disable()  # during imports, which leave no garbage
-    make.CORES = 1  # other cores have workers; merges all files of a runtime into one unit
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not gpus():
+        make.CORES = 1  # other cores have workers; merges all files of a runtime into one unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-    if not hasattr(config, "workerinput"):
+    if not is_worker:
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
         optimising, quick = (with_precompiled_headers(Path(folder.name), *named) for named in COMPILERS.items())
         os.environ[OPTIMISING], os.environ["CXX"] = str(optimising), str(optimising if gpus() else quick)
         config.add_cleanup(folder.cleanup)
+        if gpus():
+            building = Thread(target=build_runtime)
+            building.start()
+            config.add_cleanup(building.join)
+
+
+def build_runtime() -> None:
+    """Builds the runtime for GPUs with all cores while workers collect tests, of which one would build it and all others wait."""
+    with suppress(BuildError):  # tests raise it too
+        target = find_target("cuda")
+        for library in target.runtime_libraries(target.toolchain(), frozenset()):
+            library.make()
 
 
 @pytest.fixture
@@ -86,8 +107,9 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers: one more than cores, because some tests wait for processes, timeouts and locks. A few share the GPUs."""
-    return GPU_WORKERS if gpus() else len(os.sched_getaffinity(0)) + 1
+    """Number of workers: one more than cores, because some tests wait for processes, timeouts and locks. Threads of ranks wait on GPUs."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 
 
 def pytest_collection_finish() -> None:
@@ -139,7 +161,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups gpu tests by file for a few workers, deselects slow tests by default, and starts the longest tests first."""
+    """Groups gpu tests of a file, deselects slow tests by default, and starts the longest tests first."""
+    counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         if imports_or_skips(item.path):
@@ -149,7 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for reason in {why_missing(name) for mark in item.iter_markers("extra") for name in mark.args} - {None}:
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.name}"))
+            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.name} {counts[item.path] // GPU_TESTS}"))
+            counts[item.path] += 1
     unwanted = {"gpu"} if not gpus() else set()
     if "slow" not in config.option.markexpr:
         unwanted.add("slow")

@@ -52,7 +52,7 @@ def fp8(module: Any) -> Iterator[hw.Program]:
 
 
 def fsdp(module: Any) -> Iterator[hw.Program]:
-    module.LAYERS = 2
+    module.LAYERS = 1
     for layout in ("rows", "columns", "rows of transposes"):
         yield module.compiled_for(RANKS, layout, machine=H200)
     yield module.compiled_for(RANKS, "rows", multiplies=False, machine=H200)

@@ -57,10 +57,12 @@ def cases() -> list[Case]:
     return [case for case in dict.fromkeys(found) if case.fusion.mesh.size <= GPUS]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def built(request: pytest.FixtureRequest) -> None:
-    """Compiles the programs of the selected tests in parallel."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    """Compiles the programs of tests that this worker runs together, in parallel."""
+    together = request.node.get_closest_marker("xdist_group")
+    items = [item for item in request.session.items if item.get_closest_marker("xdist_group") == together]
+    calls = [getattr(item, "callspec", None) for item in items]
     chosen = [call.params["case"] for call in calls if call and isinstance(call.params.get("case"), Case)]
     with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 2, 2)) as pool:
         list(pool.map(lambda case: case.program.build(), chosen))
