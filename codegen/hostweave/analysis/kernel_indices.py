@@ -1,7 +1,7 @@
 """Index space of a kernel: which dims of its values share an index, and which indices are reduced."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
@@ -19,11 +19,25 @@ class NotOneKernel(Exception):
 
 
 @dataclass(frozen=True)
+class Span:
+    """Place of an operand along one dim of a concat or pad."""
+
+    dim: int
+    index: str | None  # index of the result
+    part: str  # name of the operand's dim
+    whole: str  # name of the result's dim, if that is itself a part
+    start: Size
+    end: Size
+
+
+@dataclass(frozen=True)
 class Iteration:
     """Index space of a kernel: the loops that it needs.
 
     `indices` maps every dim of every value to its index, and dims of one element to None. Every reduction maps `kept` and `reduced` indices
     to `kept` ones. Each result has either all indices, or only the indices that are not reduced.
+
+    The dim of an operand that is a part of a concat or pad has the index of the result's dim. All dims of one name begin at one index.
     """
 
     sizes: dict[str, Size]  # size of every index, in the order in which the inputs name them
@@ -31,6 +45,8 @@ class Iteration:
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
     lanes: dict[str, int]  # for each value, the dim that no loop iterates over
+    parts: dict[str, dict[str, str]]  # for each value, the names of its dims that are parts, by index
+    joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the place of every operand
 
     def is_whole(self, value: str) -> bool:
         """True if the value varies along a reduced index."""
@@ -53,29 +69,68 @@ def iteration(kernel: Kernel) -> Iteration:
     return found
 
 
-def _iteration(kernel: Kernel) -> Iteration:
-    types = {parameter.name: parameter.type for parameter in kernel.inputs}
-    same: dict[DimOfValue, DimOfValue] = {}
-    lanes: dict[str, int] = {}
-    walked: set[DimOfValue] = set()
+class _Dims:
+    """Dims that share an index, and dims that are parts of other dims."""
 
-    def first(dim: DimOfValue) -> DimOfValue:
-        while dim in same:
-            dim = same[dim]
+    def __init__(self) -> None:
+        self.same: dict[DimOfValue, DimOfValue] = {}
+        self.whole: dict[DimOfValue, DimOfValue] = {}
+
+    def first(self, dim: DimOfValue) -> DimOfValue:
+        while dim in self.same:
+            dim = self.same[dim]
         return dim
 
+    def join(self, dims: list[DimOfValue]) -> None:
+        for other in map(self.first, dims[1:]):
+            if self.first(dims[0]) != other:
+                self.same[other] = self.first(dims[0])
+
+    def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
+        """Notes that a dim is a part of another one, after all dims are joined. Raises NotOneKernel if it is a part of two dims, or of
+        itself."""
+        part, whole = self.first(part), self.first(whole)
+        if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
+            raise NotOneKernel(f"%{part[0]} is a part of two values")
+
+    def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
+        """The dim that contains a dim and is no part. The walk ends at `last`."""
+        dim = self.first(dim)
+        while dim in self.whole and dim != last:
+            dim = self.whole[dim]
+        return dim
+
+    def part(self, dim: DimOfValue) -> str:
+        """Name of a part; empty for other dims."""
+        return _label(self.first(dim)) if self.first(dim) in self.whole else ""
+
+
+def _label(dim: DimOfValue) -> str:
+    return "{}.{}".format(*dim)
+
+
+def _iteration(kernel: Kernel) -> Iteration:
+    types = {parameter.name: parameter.type for parameter in kernel.inputs}
+    shared = _Dims()
+    lanes: dict[str, int] = {}
+    walked: set[DimOfValue] = set()
+    joined: list[tuple[Op, str, dict[int, Size]]] = []  # operands of concats and pads, with their starts
     for op in kernel.ops:
         if op.operands:
-            joined, unwalked = _joined(op, types)
+            groups, unwalked = _joined(op, types)
             if twice := next((name for name, dim in unwalked.items() if lanes.get(name, dim) != dim), None):
                 raise NotOneKernel(f"%{twice} is read at data-dependent positions along two dims")
             lanes |= unwalked
-            for dims in joined:
+            for dims in groups:
                 walked.update(dims)
-                for other in dims[1:]:
-                    if first(dims[0]) != first(other):
-                        same[first(other)] = first(dims[0])
+                shared.join(dims)
+            if begin := OPS[op.kind].parts:
+                joined += [(op, *pair) for pair in zip(op.tensors, begin(operand_types(op, types), op), strict=True)]
         types[op.result.name] = op.result.type
+    for op, name, starts in joined:
+        for i in starts:
+            walked.update(((name, i), (op.result.name, i)))
+            shared.contain((name, i), (op.result.name, i))
     if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
         raise NotOneKernel(f"%{whole} needs all elements along a dim at once")
     update = _update_of(kernel)
@@ -87,17 +142,31 @@ def _iteration(kernel: Kernel) -> Iteration:
             raise NotOneKernel(f"%{name} is read at data-dependent positions")
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
+    parts: dict[str, dict[str, str]] = {}
     for name, type in types.items():
         # the updated operand shares the indices of the written part
         if update is not None and name in (update.tensors[0], update.result.name):
             indices[name] = (None,) * len(type.dims) if name == update.tensors[0] else indices[update.tensors[1]]
             continue
-        own = [None if size == ONE or lanes.get(name) == i else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
+        own: list[str | None] = []
+        for i, size in enumerate(type.shape):
+            index = None if size == ONE or lanes.get(name) == i else _label(shared.outermost((name, i)))
+            own.append(index)
+            if index is not None and (part := shared.part((name, i))):
+                parts.setdefault(name, {})[index] = part
+                sizes.setdefault(index, size)  # keeps the order; the size is that of the whole
+            elif index is not None:
+                sizes[index] = size
         indices[name] = tuple(own)
-        sizes.update({index: size for index, size in zip(own, type.shape, strict=True) if index is not None})
         if len(set(own) - {None}) < sum(index is not None for index in own):
             raise NotOneKernel(f"two dims of %{name} would have one index")
-    return _checked(sizes, indices, lanes, kernel)
+    spans: dict[str, tuple[tuple[Span, ...], ...]] = {}
+    for op, name, starts in joined:
+        made = op.result.name
+        ends = {i: start + types[name].shape[i] for i, start in starts.items()}
+        found = (Span(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items())
+        spans[made] = (*spans.get(made, ()), tuple(found))
+    return _checked(Iteration(sizes, indices, (), (), lanes, parts, spans), kernel)
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
@@ -148,8 +217,17 @@ def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Itera
     return pairs
 
 
-def _checked(sizes: dict[str, Size], indices: dict[str, Labels], lanes: dict[str, int], kernel: Kernel) -> Iteration:
+def _checked(space: Iteration, kernel: Kernel) -> Iteration:
+    """The index space with its kept and reduced indices."""
+    sizes, indices = space.sizes, space.indices
     reduced: set[str] = set()
+    whole = {result.name for result in kernel.results} | {op.tensors[0] for op in kernel.ops if OPS[op.kind].combine}
+    whole |= {op.tensors[1] for op in kernel.ops if OPS[op.kind].updates}
+    whole |= {op.result.name for op in kernel.ops if op is kernel.exchanges or (OPS[op.kind].gathers and len(op.tensors) == 1)}
+    if alone := next((name for name, operands in space.joined.items() for spans in operands for span in spans if span.index is None), None):
+        raise NotOneKernel(f"%{alone} has one element along a joined dim")
+    if both := sorted(whole & space.parts.keys()):
+        raise NotOneKernel(f"%{both[0]} is a part of another value")
     for op in kernel.ops:
         gone = reduced_indices(op, indices)
         if gone and reduced and gone != reduced:
@@ -163,7 +241,7 @@ def _checked(sizes: dict[str, Size], indices: dict[str, Labels], lanes: dict[str
         if own not in (set(sizes), set(sizes) - reduced):
             raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
     kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
-    return Iteration(sizes, indices, kept, tuple(index for index in sizes if index in reduced), lanes)
+    return replace(space, kept=kept, reduced=tuple(index for index in sizes if index in reduced))
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
@@ -210,7 +288,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     if update is not None:
         return read.name == update.tensors[0]
     same = (
-        read.name not in walked.lanes
+        read.name not in (*walked.lanes, *walked.parts)
         and read.type.shape == written.type.shape
         and walked.indices[read.name] == walked.indices[written.name]
     )

@@ -56,6 +56,7 @@ class KernelFacts:
             *(size for dim in self.ir.dims for size in (dim.size, *dim.strides)),
             *(size for lane in self.ir.lanes.values() for size in (lane.size, lane.stride)),
             *(self.types[op.tensors[1]].shape[0] for op in self.ops if op.kind in COUNTED),
+            *(end for operands in self.walked.joined.values() for spans in operands for span in spans for end in (span.start, span.end)),
         )
 
     @cached_property
@@ -164,7 +165,7 @@ class KernelFacts:
 
     def indexed(self, name: str, place: str) -> str:
         """Name of an element with its indices: `x_ij`."""
-        return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
+        return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(place)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))

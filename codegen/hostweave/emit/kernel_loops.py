@@ -1,14 +1,17 @@
 """C++ of a kernel's loops: their heads, the launch grid, the offsets of elements, and the variants by alignment and size."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from hostweave.analysis.kernel_indices import Span
 from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter, Word
 from hostweave.emit.names import CppNames
+from hostweave.fusion_ir.ir import Op
 from hostweave.kernel_ir import loops as ir
-from hostweave.kernel_ir.loops import ONE, OUTERMOST, Loops
+from hostweave.kernel_ir.loops import ONE, OUTERMOST, LoopDim, Loops
 from hostweave.kernel_ir.name_outermost import named_sizes
 from hostweave.types.size import Factor, Size, product
 
@@ -91,6 +94,7 @@ class LoopPrinter:
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
+        self.starts: dict[str, Size] = {}  # where the parts begin that are computed at present, by name
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
@@ -198,13 +202,38 @@ class LoopPrinter:
 
     # --- offsets ---
 
-    def terms(self, place: str) -> list[tuple[str, Size]]:
-        """Indices of an element, or of the first element of a vector, each with its stride."""
-        loops = self.ir
-        kept = [(self.names[dim], loops.stride(place, dim)) for dim in loops.kept]
-        kept = [(self.element, ONE)] if loops.is_linear(place) and not loops.transposed else kept
-        terms = [*kept, *((self.names[dim], loops.stride(place, dim)) for dim in loops.reduced)]
-        return [(index, stride) for index, stride in terms if stride != ir.ZERO]
+    @contextmanager
+    def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
+        """Inside the `with` block, offsets are those of an operand of a concat or pad. Gives the conditions of its first and last index."""
+        outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
+        for span in spans:
+            before = self.starts.get(span.whole, ir.ZERO)
+            self.starts[span.part] = before + span.start
+            index = self.sum_of(self.terms(ir.index_at(op, span.dim)))
+            conditions += [f"{index} >= {self.integers.size(before + span.start)}"] * (span.start != ir.ZERO)
+            conditions += [f"{index} < {self.integers.size(before + span.end)}"]
+        yield conditions
+        self.starts = outer
+
+    def indices(self, place: str) -> list[tuple[str, Size, LoopDim, Size]]:
+        """Indices of an element, each with its stride, its dim, and where the part begins that is computed at present."""
+        loops, parts = self.ir, self.ir.space.parts.get(place, {})
+        first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
+        terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
+        if loops.is_linear(place) and not loops.transposed:
+            moved = (start * stride for _, stride, dim, start in terms if dim in loops.kept and start != ir.ZERO)
+            terms = [(self.element, ONE, loops.kept[-1], next(moved, ir.ZERO)), *terms[len(loops.kept) :]]
+        return [term for term in terms if term[1] != ir.ZERO]
+
+    def terms(self, place: str, lane: str = "") -> list[tuple[str, Size]]:
+        """Indices of the first element of a vector, or of its element `lane`, each with its stride."""
+
+        def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
+            text = f"{name} + {lane}" if lane and dim == self.ir.along else name
+            text = text if start == ir.ZERO else f"{text} - {self.integers.factor(start)}"
+            return f"({text})" if start != ir.ZERO or (text is not name and stride != ONE) else text
+
+        return [(index(*term), term[1]) for term in self.indices(place)]
 
     def row_terms(self, place: str) -> list[tuple[str, Size]]:
         """The terms of the first element of a row."""
@@ -216,12 +245,7 @@ class LoopPrinter:
 
     def offset(self, place: str) -> str:
         """Offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""
-        terms, loops = self.terms(place), self.ir
-        if loops.width == 1:
-            return self.sum_of(terms)
-        along = {self.names[loops.along], self.element} if loops.along == loops.kept[-1] else {self.names[loops.along]}
-        moved = [(f"({index} + {self.lane})" if stride != ONE else f"{index} + {self.lane}", stride) for index, stride in terms]
-        return self.sum_of([new if old[0] in along else old for old, new in zip(terms, moved, strict=True)])
+        return self.sum_of(self.terms(place, self.lane))
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
         if len(terms) == 1 and terms[0][1] == ONE:

@@ -12,7 +12,7 @@ from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
-from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, gathers_in_order, reversed_at, stored
+from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, gathers_in_order, index_at, stored
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 
@@ -209,7 +209,7 @@ class Section:
             return f"{self.loads[name]}[{self.kernel.loops.lane}]", True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        is_short = not OPS[op.kind].cost or self.is_total(op)
+        is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
         if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
             text = text if compute_type(computed) == "float" else f"float({text})"
             return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
@@ -266,6 +266,8 @@ class Section:
             return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
         if OPS[op.kind].gathers:
             return self.taken_at(op), dtype
+        if OPS[op.kind].parts:
+            return self.joined(op), dtype
         if self.is_same(op):
             return self.value(op.tensors[0]), dtype
         types = operand_types(op, self.kernel.types)
@@ -275,6 +277,31 @@ class Section:
         if self.outer and OPS[op.kind].prepared and op.operands[-1] in self.kernel.ir.prepared:
             texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
+
+    def joined(self, op: Op) -> str:
+        """C++ of an element of a concat or pad. Only the operand that has the element is computed, or all elements of the vector."""
+        kernel, dtype = self.kernel, op.result.type.dtype
+        width = kernel.ir.width if self.is_wide else 1
+        branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
+        for name, spans in zip(op.tensors, kernel.walked.joined[op.result.name], strict=True):
+            one = Section(kernel, self.outer, width)
+            with kernel.loops.inside(op, spans) as conditions:
+                branches.append((" && ".join(conditions), one, one.value(name)))
+        if VALUE in OPS[op.kind].attributes:
+            branches.append(("", Section(kernel, self.outer, width), _literal(op[VALUE], dtype)))
+        else:  # each operand begins where the previous one ends, and the last one has the rest
+            ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
+            branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
+        if not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
+            return "".join(f"{condition} ? {value} : " if condition else value for condition, _, value in branches)
+        local, type = Word(kernel.names.of(op.result.name, "joined")), compute_type(dtype)
+        into = self.begin if self.is_wide else self.lines
+        into.append(f"hw::Values<{type}, kWidth> {local};" if self.is_wide else f"{type} {local};")
+        for i, (condition, one, value) in enumerate(branches):
+            one.adds.append(f"{local}[{kernel.loops.lane}] = {value};" if self.is_wide else f"{local} = {value};")
+            into += [f"{'} else ' * (i > 0)}{f'if ({condition}) ' if condition else ''}{{", *one.taken()]
+        into.append("}")
+        return f"{local}[{kernel.loops.lane}]" if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
         """Local variable with the last operand of an op in its prepared form."""
@@ -303,7 +330,7 @@ class Section:
 
     def number_in_order(self, op: Op) -> str:
         """Local variable with the index along the axis, which runs backwards in the second half."""
-        half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
+        half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.lane_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
         self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")

@@ -7,7 +7,8 @@ gets
     outside: %s, %r
 
 A thread computes them once per row. A divisor among them is prepared once, which makes the divisions cheap. In a pointwise kernel, and if
-each element of a vector has a separate accumulator, they are equal for all elements of a vector.
+each element of a vector has a separate accumulator, they are equal for all elements of a vector. A part of a concat or pad stays inside,
+under the condition of the part.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ def hoist(loops: Loops, machine: Machine) -> Loops:
     if loops.takes_lanes:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))
-    outside = tuple(name for name in values if not loops.are_inside(loops.space.indices[name]))
+    outside = tuple(name for name in values if name not in loops.space.parts and not loops.are_inside(loops.space.indices[name]))
     last = (op.operands[-1] for op in loops.kernel.ops if OPS[op.kind].prepared and op.result.name not in outside)
     prepared = tuple(dict.fromkeys(name for name in last if isinstance(name, str) and name in outside and loops.is_f32(name)))
     return replace(loops, outside=outside, prepared=prepared)

@@ -51,7 +51,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
     reads, computed = [], set[str]()
     for walk in loops.walks:
         needed = _needed(loops, _roots(walk), computed)
-        reads.append([name for name in needed if name in loops.packed])
+        reads.append([name for name in needed if name in loops.packed and name not in loops.space.parts])
         computed |= {name for name in needed if name in values}
     times = Counter(name for names in reads for name in names)
     again, late = [name for name, count in times.items() if count > 1], list[str]()
@@ -69,7 +69,7 @@ def _expensive(loops: Loops) -> tuple[str, ...]:
         now = [name for name in _needed(loops, _roots(walk)) if name in made]
         used = (*_roots(walk), *(operand for name in now if name not in before for operand in _operands(made[name])))
         for name in dict.fromkeys(used):
-            if name in before and name in now:
+            if name in before and name in now and name not in loops.space.parts:
                 while made[name].kind == "astype" and not loops.is_rounded(name) and made[name].tensors[0] in made:
                     (name,) = made[name].tensors
                 cost = sum(OPS[made[one].kind].cost for one in _needed(loops, (name,)) if one in made)

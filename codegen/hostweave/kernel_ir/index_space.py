@@ -16,7 +16,7 @@ from hostweave.analysis.kernel_indices import Iteration, iteration, reduced_indi
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
-from hostweave.kernel_ir.loops import ONE, ZERO, Lane, LoopDim, Loops, gathers_in_order, merged, reversed_at, stored
+from hostweave.kernel_ir.loops import ONE, ZERO, Lane, LoopDim, Loops, gathers_in_order, index_at, merged, stored
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -64,11 +64,12 @@ def _places(
         indices = space.indices[kernel.results[0].name]
         places |= {f"{place} {i}": {index: ONE} if (index := indices[i]) else {} for i in axes}
     for op in kernel.ops:
-        if gathers_in_order(op):
-            indices = space.indices[op.result.name]
-            places |= {reversed_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in (op[AXIS], op[HALVES])}
+        indices = space.indices[op.result.name]
+        joined = {span.dim for spans in space.joined.get(op.result.name, ()) for span in spans}
+        needed = (op[AXIS], op[HALVES]) if gathers_in_order(op) else sorted(joined)
+        places |= {index_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in needed}
         if op.kind == "iota":
-            counted: Iterable[str | None] = space.indices[op.result.name]
+            counted: Iterable[str | None] = indices
         elif OPS[op.kind].locates:
             counted = reduced_indices(op, space.indices)
         else:

@@ -201,11 +201,13 @@ class Loops:
         return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that the vector width must divide: the vectorised dim, and the strides of its rows."""
+        """Sizes that the vector width must divide: the vectorised dim, the ends of its parts, and the strides of its rows."""
         packed = [place for place in self.memory if place in self.packed]
         rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
         jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
-        return list(dict.fromkeys([self.along.size, *rows, *jumps]))
+        spans = [span for operands in self.space.joined.values() for operand in operands for span in operand]
+        ends = [end for span in spans if span.index in self.along.indices for end in (span.start, span.end) if end != ZERO]
+        return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
 
     def taken_apart(self) -> list[int]:
         """Dims of the result whose indices are computed from the linear index, because an offset needs them."""
@@ -219,6 +221,8 @@ class Loops:
     def moves_inside(self, op: Op) -> bool:
         """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
+        if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):  # not read outside the condition of the part
+            return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
@@ -295,6 +299,6 @@ def gathers_in_order(op: Op) -> bool:
     return OPS[op.kind].gathers and len(op.tensors) == 1
 
 
-def reversed_at(op: Op, dim: int) -> str:
-    """Key of the index of a dim that an op reverses."""
+def index_at(op: Op, dim: int) -> str:
+    """Key of the index of a dim that decides which element an op reads."""
     return f"{op.result.name} {dim}"

@@ -22,7 +22,8 @@ BYTES = 4  # maximum size of an element, so that tiles fit in shared memory
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
     """Chooses tiles for kernels of two dims that write one result across the order of their operands."""
-    is_plain = loops.distribution == BY_THREAD and not (loops.reduced or loops.lanes or loops.updates or loops.kernel.exchanges)
+    others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
+    is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
         return loops
     orders = (replace(loops, kept=kept, distribution=BY_TILE) for kept in (loops.kept, loops.kept[::-1]))

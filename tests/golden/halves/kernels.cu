@@ -4,35 +4,31 @@
 namespace programs::halves {
 
 // %negative_x: bf16[local(M, x), 4] = negative(%x_sliced_2)
-__global__ void negative_x_kernel(const hw::bf16* x_sliced_2, hw::bf16* negative_x, int64_t M_x) {
-  HW_TOUCHES(hw::reads(x_sliced_2, {M_x, 4}, {8, 1}), hw::writes(negative_x, {M_x, 4}, {11, 1}));
+// %joined: bf16[local(M, x), 11] = concat(%x_sliced, %negative_x, %h_sliced, %h_sliced_2, axis=1)
+__global__ void negative_concat_joined(const hw::bf16* x_sliced_2, const hw::bf16* x_sliced, const hw::bf16* h_sliced,
+                                       const hw::bf16* h_sliced_2, hw::bf16* joined, int64_t M_x) {
+  HW_TOUCHES(hw::reads(x_sliced_2, {M_x, 4}, {8, 1}), hw::reads(x_sliced, {M_x, 4}, {8, 1}),
+             hw::reads(h_sliced, {M_x, 2}, {3, 2}), hw::reads(h_sliced_2, {M_x}, {3}), hw::writes(joined, 11 * M_x));
   hw::griddep_wait();
   const auto compute = [&]<class Index>(Index) {
-    for (Index element : hw::over_grid<1, Index>(4 * M_x)) {
-      const int64_t i = element / 4;
-      const int64_t j = element % 4;
-      negative_x[i * 11 + j] = hw::bf16(-float(x_sliced_2[i * 8 + j]));
+    for (Index element : hw::over_grid<1, Index>(11 * M_x)) {
+      const int64_t i = element / 11;
+      const int64_t j = element % 11;
+      float joined_1;
+      if (j < 4) {
+        joined_1 = float(x_sliced[i * 8 + j]);
+      } else if (j < 8) {
+        const float negative_x = -float(x_sliced_2[i * 8 + (j - 4)]);
+        joined_1 = negative_x;
+      } else if (j < 10) {
+        joined_1 = float(h_sliced[i * 3 + (j - 8) * 2]);
+      } else {
+        joined_1 = float(h_sliced_2[i * 3]);
+      }
+      joined[element] = hw::bf16(joined_1);
     }
   };
-  if (hw::fits_int32(4 * M_x)) {
-    compute(uint32_t());
-  } else {
-    compute(int64_t());
-  }
-}
-
-// %dst: bf16[local(M, x), 2] = copy(%src)
-__global__ void copy_joined_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
-  HW_TOUCHES(hw::reads(src, {M_x, 2}, {3, 2}), hw::writes(dst, {M_x, 2}, {11, 1}));
-  hw::griddep_wait();
-  const auto compute = [&]<class Index>(Index) {
-    for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
-      const int64_t i = element / 2;
-      const int64_t j = element % 2;
-      dst[i * 11 + j] = src[i * 3 + j * 2];
-    }
-  };
-  if (hw::fits_int32(2 * M_x)) {
+  if (hw::fits_int32(11 * M_x)) {
     compute(uint32_t());
   } else {
     compute(int64_t());
@@ -40,30 +36,29 @@ __global__ void copy_joined_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
 }
 
 // %relu_x: bf16[local(M, x), 2] = relu(%x_sliced_3)
-__global__ void relu_x_kernel(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int64_t M_x) {
-  HW_TOUCHES(hw::reads(x_sliced_3, {M_x, 2}, {8, 1}), hw::writes(relu_x, {M_x, 2}, {3, 1}));
+// %relu_x_padded: bf16[local(M, x), 3] = pad(%relu_x, low=(0, 1), high=(0, 0), value=1.0)
+__global__ void relu_pad_relu_x_padded(const hw::bf16* x_sliced_3, hw::bf16* relu_x_padded, int64_t M_x) {
+  HW_TOUCHES(hw::reads(x_sliced_3, {M_x, 2}, {8, 1}), hw::writes(relu_x_padded, 3 * M_x));
   hw::griddep_wait();
   const auto compute = [&]<class Index>(Index) {
-    for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
-      const int64_t i = element / 2;
-      const int64_t j = element % 2;
-      const float x_sliced_3_ij = float(x_sliced_3[i * 8 + j]);
-      relu_x[i * 3 + j] = hw::bf16(x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij);
+    for (Index element : hw::over_grid<1, Index>(3 * M_x)) {
+      const int64_t i = element / 3;
+      const int64_t j = element % 3;
+      float relu_x_padded_1;
+      if (j >= 1 && j < 3) {
+        const float x_sliced_3_ij = float(x_sliced_3[i * 8 + (j - 1)]);
+        const float relu_x = x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij;
+        relu_x_padded_1 = relu_x;
+      } else {
+        relu_x_padded_1 = 1.0f;
+      }
+      relu_x_padded[element] = hw::bf16(relu_x_padded_1);
     }
   };
-  if (hw::fits_int32(2 * M_x)) {
+  if (hw::fits_int32(3 * M_x)) {
     compute(uint32_t());
   } else {
     compute(int64_t());
-  }
-}
-
-// %dst: bf16[local(M, x), 1] = fill(value=1.0)
-__global__ void fill_relu_x_padded_before(hw::bf16* dst, int64_t M_x) {
-  HW_TOUCHES(hw::writes(dst, {M_x}, {3}));
-  hw::griddep_wait();
-  for (int64_t i : hw::over_grid(M_x)) {
-    dst[i * 3] = hw::bf16(1.0f);
   }
 }
 

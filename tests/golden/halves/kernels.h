@@ -5,9 +5,8 @@
 
 namespace programs::halves {
 
-__global__ void negative_x_kernel(const hw::bf16* x_sliced_2, hw::bf16* negative_x, int64_t M_x);
-__global__ void copy_joined_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x);
-__global__ void relu_x_kernel(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int64_t M_x);
-__global__ void fill_relu_x_padded_before(hw::bf16* dst, int64_t M_x);
+__global__ void negative_concat_joined(const hw::bf16* x_sliced_2, const hw::bf16* x_sliced, const hw::bf16* h_sliced,
+                                       const hw::bf16* h_sliced_2, hw::bf16* joined, int64_t M_x);
+__global__ void relu_pad_relu_x_padded(const hw::bf16* x_sliced_3, hw::bf16* relu_x_padded, int64_t M_x);
 
 }  // namespace programs::halves

@@ -7,10 +7,8 @@
 namespace programs::halves {
 
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(negative_x_kernel));
-  HW_CHECK(hw::load(copy_joined_2));
-  HW_CHECK(hw::load(relu_x_kernel));
-  HW_CHECK(hw::load(fill_relu_x_padded_before));
+  HW_CHECK(hw::load(negative_concat_joined));
+  HW_CHECK(hw::load(relu_pad_relu_x_padded));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -51,22 +49,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // fusions_beyond_examples.py:73  h = hw.matmul(x, w).named("h")
   HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
   // fusions_beyond_examples.py:74  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each ...
-  auto* joined_1 = joined + 4;
-  HW_CHECK(hw::launch_pdl(negative_x_kernel, hw::grid_of_elements(4 * M_x), caller, x, joined_1, M_x));
   const auto* x_sliced = x + 4;
-  HW_CHECK(cudaMemcpy2DAsync(joined, 11 * sizeof(hw::bf16), x_sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
-                             cudaMemcpyDeviceToDevice, caller));
-  auto* joined_2 = joined + 8;
-  HW_CHECK(hw::launch_pdl(copy_joined_2, hw::grid_of_elements(2 * M_x), caller, h_, joined_2, M_x));
   auto* h_sliced_2 = h_ + 1;
-  auto* joined_3 = joined + 10;
-  HW_CHECK(cudaMemcpy2DAsync(joined_3, 11 * sizeof(hw::bf16), h_sliced_2, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
-                             cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(
+      hw::launch_pdl(negative_concat_joined, hw::grid_of_elements(11 * M_x), caller, x, x_sliced, h_, h_sliced_2, joined, M_x));
   // fusions_beyond_examples.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
   const auto* x_sliced_3 = x + 1;
-  auto* relu_x_padded_inside = relu_x_padded + 1;
-  HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, x_sliced_3, relu_x_padded_inside, M_x));
-  HW_CHECK(hw::launch_pdl(fill_relu_x_padded_before, hw::grid_of_elements(M_x), caller, relu_x_padded, M_x));
+  HW_CHECK(hw::launch_pdl(relu_pad_relu_x_padded, hw::grid_of_elements(3 * M_x), caller, x_sliced_3, relu_x_padded, M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -3,6 +3,45 @@
 
 namespace programs::keys_in_a_loop {
 
+// %y_packed: bf16[2, S/4, 128] = concat(%k, %v, axis=2)
+__global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* y_packed, int64_t S) {
+  HW_TOUCHES(hw::reads(k, 32 * S), hw::reads(v, 32 * S), hw::writes(y_packed, 64 * S));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(64 * S)) {
+      const int64_t i = element / 128;
+      const int64_t j = element % 128;
+      hw::Values<float, kWidth> y_packed_1;
+      if (j < 64) {
+        const auto k_ij = hw::load<kWidth>(k + i * 64 + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          y_packed_1[e] = float(k_ij[e]);
+        }
+      } else {
+        const auto v_ij = hw::load<kWidth>(v + i * 64 + (j - 64));
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          y_packed_1[e] = float(v_ij[e]);
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_packed_element;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_packed_element[e] = hw::bf16(y_packed_1[e]);
+      }
+      hw::store(y_packed + element, y_packed_element);
+    }
+  };
+  if (hw::aligned(k, v, y_packed) && hw::fits_int32(64 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else if (hw::aligned(k, v, y_packed)) {
+    compute(hw::Width<8>(), int64_t());
+  } else {
+    compute(hw::Width<1>(), int64_t());
+  }
+}
+
 // %dst: f32[2, S/4] = fill(value=-inf)
 __global__ void fill_y_lse_i_own(float* dst, int64_t S) {
   HW_TOUCHES(hw::writes(dst, S / 2));

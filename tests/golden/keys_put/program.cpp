@@ -14,6 +14,7 @@ Program::Program(hw::Rank& rank)
       plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
       plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
+  HW_CHECK(hw::load(concat_y_packed));
   HW_CHECK(hw::load(fill_y_lse_i_own));
   HW_CHECK(hw::load(fused_y_maximum_y_sum));
   HW_CHECK(hw::load(subtract_exp_y_exp_2));
@@ -67,11 +68,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:53  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
-  HW_CHECK(cudaMemcpy2DAsync(y_packed_, 128 * sizeof(hw::bf16), k, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S / 2,
-                             cudaMemcpyDeviceToDevice, caller));
-  auto* y_packed_1 = y_packed_ + 64;
-  HW_CHECK(cudaMemcpy2DAsync(y_packed_1, 128 * sizeof(hw::bf16), v, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S / 2,
-                             cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(hw::launch_pdl(concat_y_packed, hw::grid_of_elements<8>(64 * S), caller, k, v, y_packed_, S));
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];

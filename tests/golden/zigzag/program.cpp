@@ -14,7 +14,7 @@ Program::Program(hw::Rank& rank)
       plan_dq_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
   HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
-  HW_CHECK(hw::load(add_dk_before_add));
+  HW_CHECK(hw::load(add_reshape_concat_dk_before_concat));
   HW_CHECK(hw::load(reverse_second_dk_pieces));
 }
 
@@ -123,18 +123,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* dq_pieces_1 = dq + 8 * S;
   HW_CHECK(plan_dq_1_.differentiate(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_, dy_piece_2,
                                     dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_, caller));
-  HW_CHECK(hw::launch_pdl(add_dk_before_add, hw::grid_of_elements<8>(64 * S), caller, dk_before_second_partial_,
-                          dk_before_first_partial_, dk_before_concat_, S));
   auto* dk_before_half_2 = dk_before_second_partial_ + 32 * S;
-  auto* dk_before_concat_1 = dk_before_concat_ + 32 * S;
-  HW_CHECK(cudaMemcpy2DAsync(dk_before_concat_1, 64 * S * sizeof(hw::bf16), dk_before_half_2, 64 * S * sizeof(hw::bf16),
-                             32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
-  HW_CHECK(hw::launch_pdl(add_dk_before_add, hw::grid_of_elements<8>(64 * S), caller, dv_before_second_partial_,
-                          dv_before_first_partial_, dv_before_concat_, S));
+  HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
+                          dk_before_second_partial_, dk_before_first_partial_, dk_before_half_2, dk_before_concat_, S));
   auto* dv_before_half_2 = dv_before_second_partial_ + 32 * S;
-  auto* dv_before_concat_1 = dv_before_concat_ + 32 * S;
-  HW_CHECK(cudaMemcpy2DAsync(dv_before_concat_1, 64 * S * sizeof(hw::bf16), dv_before_half_2, 64 * S * sizeof(hw::bf16),
-                             32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
+                          dv_before_second_partial_, dv_before_first_partial_, dv_before_half_2, dv_before_concat_, S));
   // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_concat_, dk_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_concat_, dv_pieces_, S));

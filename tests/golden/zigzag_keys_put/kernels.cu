@@ -3,6 +3,46 @@
 
 namespace programs::in_zigzag {
 
+// %y_attention_packed: bf16[2, S/2, 128] = concat(%y_keys, %y_values, axis=2)
+__global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16* y_values, hw::bf16* y_attention_packed,
+                                          int64_t S) {
+  HW_TOUCHES(hw::reads(y_keys, 64 * S), hw::reads(y_values, 64 * S), hw::writes(y_attention_packed, 128 * S));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
+      const int64_t i = element / 128;
+      const int64_t j = element % 128;
+      hw::Values<float, kWidth> y_attention_packed_1;
+      if (j < 64) {
+        const auto y_keys_ij = hw::load<kWidth>(y_keys + i * 64 + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          y_attention_packed_1[e] = float(y_keys_ij[e]);
+        }
+      } else {
+        const auto y_values_ij = hw::load<kWidth>(y_values + i * 64 + (j - 64));
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          y_attention_packed_1[e] = float(y_values_ij[e]);
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_attention_packed_element;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_attention_packed_element[e] = hw::bf16(y_attention_packed_1[e]);
+      }
+      hw::store(y_attention_packed + element, y_attention_packed_element);
+    }
+  };
+  if (hw::aligned(y_keys, y_values, y_attention_packed) && hw::fits_int32(128 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else if (hw::aligned(y_keys, y_values, y_attention_packed)) {
+    compute(hw::Width<8>(), int64_t());
+  } else {
+    compute(hw::Width<1>(), int64_t());
+  }
+}
+
 // %dst: f32[4, S/2] = fill(value=-inf)
 __global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
   HW_TOUCHES(hw::writes(dst, 2 * S));

@@ -15,6 +15,7 @@ Program::Program(hw::Rank& rank)
       plan_y_attention_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       plan_y_attention_blocks_2_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_cp_}) {
+  HW_CHECK(hw::load(concat_y_attention_packed));
   HW_CHECK(hw::load(fill_y_attention_lse_i_own));
   HW_CHECK(hw::load(fused_y_attention_maximum_y_attention_sum));
   HW_CHECK(hw::load(subtract_exp_y_attention_exp_2));
@@ -75,11 +76,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:28  return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-  HW_CHECK(cudaMemcpy2DAsync(y_attention_packed_, 128 * sizeof(hw::bf16), k, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S,
-                             cudaMemcpyDeviceToDevice, caller));
-  auto* y_attention_packed_1 = y_attention_packed_ + 64;
-  HW_CHECK(cudaMemcpy2DAsync(y_attention_packed_1, 128 * sizeof(hw::bf16), v, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S,
-                             cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(hw::launch_pdl(concat_y_attention_packed, hw::grid_of_elements<8>(128 * S), caller, k, v, y_attention_packed_, S));
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];

@@ -35,7 +35,7 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
     "a pad fills what it adds": (
         """\
 fusion @f(%x: f32[M, 8]) {
-  %h: f32[M, 8] = negative(%x)
+  %h: f32[M, 8] = cumsum(%x, axis=1)
   %y: f32[(M + 3), 9] = pad(%h, low=(1, 0), high=(2, 1), value=1.0)
   return %y
 }
@@ -43,13 +43,30 @@ fusion @f(%x: f32[M, 8]) {
         """\
   %y_inside = slice %y[0: M from 1]
   %y_inside_2 = slice %y_inside[1: 8 from 0]
-  launch @negative_h %x -> %y_inside_2
+  launch @cumsum_h %x -> %y_inside_2
   %y_before = slice %y[0: 1 from 0]
   fill %y_before with 1.0
   %y_after = slice %y[0: 2 from M + 1]
   fill %y_after with 1.0
   %y_after_2 = slice %y_inside[1: 1 from 8]
   fill %y_after_2 with 1.0
+""",
+    ),
+    "a kernel joins what kernels compute": (
+        """\
+fusion @f(%x: f32[M, 8]) {
+  %h: f32[M, 8] = negative(%x)
+  %j: f32[M, 16] = concat(%h, %x, axis=1)
+  %y: f32[(M + 3), 16] = pad(%j, low=(1, 0), high=(2, 0), value=1.0)
+  return %y
+}
+""",
+        """\
+  %h = allocate f32[M, 8]
+  launch @negative_h %x -> %h
+  %j = allocate f32[M, 16]
+  launch @concat_j %h, %x -> %j
+  launch @pad_y %j -> %y
 """,
     ),
     "a step takes what lies apart": (

@@ -78,13 +78,16 @@ def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
 
 
 def test_operands_are_made_in_the_result() -> None:
-    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%x)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
-    placement = placement_of(joined)
-    assert {name: (op.result.name, number) for name, (op, number) in placement.parts.items()} == {"a": ("y", 0), "b": ("y", 1)}
+    """A matmul writes at its place, and then so does a kernel. Without such an op one kernel computes all operands."""
+    for first in ("matmul(%x, %x)", "exp(%x)"):
+        ops = f"%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = {first}\n%y: f32[2*M, M] = concat(%a, %b, axis=0)"
+        placement = placement_of(flow("%x: f32[M, M]", ops))
+        parts = {name: (op.result.name, number) for name, (op, number) in placement.parts.items()}
+        assert (parts, placement.by_kernel) == (({"a": ("y", 0), "b": ("y", 1)}, set()) if "matmul" in first else ({}, {"y"}))
 
 
 def test_an_operand_with_another_use_has_its_own_memory() -> None:
-    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%a)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
+    joined = flow("%x: f32[M, M]", "%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = matmul(%a, %a)\n%y: f32[2*M, M] = concat(%a, %b, axis=0)")
     assert list(placement_of(joined).parts) == ["b"]
 
 

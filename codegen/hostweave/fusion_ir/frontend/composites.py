@@ -298,9 +298,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair
     first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))
-    is_first = hw.iota(pairs, of_pair) == 0
     c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
-    turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
+    both = first * c - second * s, second * c + first * s
+    turned = hw.where(hw.iota(pairs, of_pair) == 0, *both) if interleaved else hw.concat(both, of_pair)
     return hw.reshape(_worded("rotary", _cast(turned, x.dtype)), *map(str, x.type.shape))
 
 

@@ -66,6 +66,7 @@ class OpDef:
     in_clusters: bool = False  # several blocks may process adjacent lanes together
     gathers: bool = False  # it reads its first operand at an index, which the second operand holds or which is computed
     updates: bool = False  # it updates its first operand in place, and writes only some elements
+    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # where in the result each operand begins, by dim
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction
     locates: bool = False  # a reduction that returns a position, even of a single element

@@ -177,6 +177,14 @@ def _joined(types: Types, op: Op) -> IndexMap:
     return IndexMap((labels,) * len(types), labels)
 
 
+def _starts(types: Types, op: Op) -> tuple[dict[int, Size], ...]:
+    """Starts of the operands of a concat in the result: each begins after the previous one."""
+    starts = [Size(0)]
+    for type in types:
+        starts.append(starts[-1] + type.shape[op[AXIS]])
+    return tuple({op[AXIS]: start} for start in starts[:-1])
+
+
 def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
     OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, linear="first", **facts)
 
@@ -210,6 +218,7 @@ _view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", wh
 OPS["concat"] = OpDef(
     *(None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,)),
     whole="joined",
+    parts=_starts,
     makes="joined",
     linear="terms",
 )
@@ -220,5 +229,6 @@ OPS["pad"] = OpDef(
     lambda np, x, low, high, value=0.0: np.pad(x, [*zip(low, high, strict=True)], constant_values=value),
     (LOW, HIGH, VALUE),
     whole="made longer",
+    parts=lambda types, op: ({i: Size(op[LOW][i]) for i in padded_dims(op)},),
     makes="padded",
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hostweave.base.errors import ProgramError
 from hostweave.communication.steps import Dataflow, LoopSteps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
 from hostweave.fusion_ir.ops.shapes import padded_dims
 from hostweave.fusion_ir.resharding import step_of
@@ -233,16 +233,12 @@ class Buffers:
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
     """View of the operand's place in `target`, the current chunk of the result."""
-    type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
-    if op.kind == "concat":
-        axis = op[AXIS]
-        before = Size(0)
-        for other in op.tensors[:number]:
-            before = before + flow.types[other].shape[axis]
-        return b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
-    low = op[LOW]
-    for axis in padded_dims(op):
-        target = b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], Const(low[axis]), f"{name}_inside")
+    types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
+    begin = OPS[op.kind].parts
+    assert begin is not None
+    name = f"{op.result.name}_{'inside' if op.kind == 'pad' else number}"
+    for axis, start in begin(types, op)[number].items():
+        target = b.slice(target, dim_of_chunk(axis, op, source, steps), types[number].shape[axis], expr_of(start), name)
     return target
 
 

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import ChunkLoop, Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, operand_types
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
+
+JOINS = ("concat", "pad")
+MOST_JOINED = 16  # operands that one kernel joins
 
 HEADS = 5  # largest number of an attention's operands that it reads with any strides
 
@@ -33,16 +36,18 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the number of an operand
 @dataclass(frozen=True)
 class Placement:
     parts: dict[str, PlacedOperand]  # values that are computed at their place in another's memory
+    by_kernel: frozenset[str]  # results of concat and pad that a kernel computes, so that other kernels can be fused with it
     inverse_view: dict[str, Op]  # a value -> its view, which owns the memory that the value's op writes
     within_loops: frozenset[str]  # values that are local to one loop, so their layout is free
     by_shards: frozenset[str]  # gathered values of loops over shards, with the shards one after another
 
 
 def placement_of(flow: Dataflow) -> Placement:
-    parts, loops = _parts(flow), [item for item in flow.fusion.body if isinstance(item, ChunkLoop)]
+    by_kernel = frozenset(op.result.name for op in flow.fusion.ops if op.kind in JOINS and _is_by_kernel(flow, op))
+    parts, loops = _parts(flow, by_kernel), [item for item in flow.fusion.body if isinstance(item, ChunkLoop)]
     within_loops = frozenset(op.result.name for loop in loops for op in loop.ops if _ends_in(flow, op.result.name, loop))
     by_shards = frozenset(loop.gathered for loop in loops if loop.gathered)
-    return Placement(parts, _inverse_views(flow, parts), within_loops, by_shards)
+    return Placement(parts, by_kernel, _inverse_views(flow, parts), within_loops, by_shards)
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
@@ -67,7 +72,26 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 # --- operands of concat and pad ---------------------------------------------------------------------------------------
 
 
-def _parts(flow: Dataflow) -> dict[str, PlacedOperand]:
+def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
+    """True if kernels compute all operands of a concat or pad, or they are in memory. Others are computed at their place."""
+    if op.result.stream or len(op.tensors) > MOST_JOINED:
+        return False
+    begin = OPS[op.kind].parts
+    assert begin is not None
+    dims = {dim for starts in begin(operand_types(op, flow.types), op) for dim in starts}
+    return bool(dims) and all(op.result.type.shape[dim] != ONE for dim in dims) and not any(_is_placed(flow, name) for name in op.tensors)
+
+
+def _is_placed(flow: Dataflow, name: str) -> bool:
+    """True if an op without a pointwise kernel computes a value, and can do so at its place."""
+    made = flow.producer.get(name)
+    if made is not None and made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
+        return _is_placed(flow, made.tensors[0])
+    is_pointwise = made is not None and (made.kind in JOINS or (bool(OPS[made.kind].cpp) and OPS[made.kind].combine is None))
+    return made is not None and not is_pointwise and _writes_strided(flow, made)
+
+
+def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
     """Operands of concat and pad that are computed directly into the result, if other consumers can read them there.
 
     Also looks through a view that adds dims of one element.
@@ -76,7 +100,7 @@ def _parts(flow: Dataflow) -> dict[str, PlacedOperand]:
     return {
         name: (op, number)
         for op in flow.fusion.ops
-        if op.kind in ("concat", "pad") and op.result.stream is None
+        if op.kind in JOINS and op.result.stream is None and op.result.name not in by_kernel
         for number, name in enumerate(op.tensors)
         if name in made and _can_lie_in(flow, name, op)
     }
