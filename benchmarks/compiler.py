@@ -68,7 +68,7 @@ def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float
 
 
 def small_llama(layers: int, decode: bool) -> hw.Fusion:
-    """Llama on 8 ranks with few features, so that results are compared by default, with two inputs at the smallest sizes."""
+    """Llama on 8 ranks with few features, so that results are compared by default."""
     example = load_file(EXAMPLES / "llama.py")
     sizes = {
         "hidden_size": 64,

@@ -22,9 +22,9 @@ import numpy as np
 from hostweave.base.errors import HostweaveError
 from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.match_collectives import meetings
-from hostweave.check.results.results import Wanted, computed_outputs, difference, work
+from hostweave.check.results.results import Case, Wanted, cases, computed_outputs, difference, work
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import minimal_sizes, sizes_of_results, with_far_branches
+from hostweave.check.sizes import NEAR, minimal_sizes, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
@@ -258,22 +258,24 @@ class Subject:
         return lower(self.fusion, self.options)
 
     @cached_property
-    def wanted(self) -> list[Wanted]:
-        return [Wanted(self.fusion, at) for at in sizes_of_results(self.host) if work(self.fusion, at) < MOST_ELEMENTS]
+    def at(self) -> dict[tuple[tuple[str, int], ...], Wanted]:
+        """Results at the sizes of the check, which are those of all mutants."""
+        return {
+            tuple(at.items()): Wanted(self.fusion, at) for at in sizes_to_check(self.host, NEAR) if work(self.fusion, at) < MOST_ELEMENTS
+        }
 
     @cached_property
     def elsewhere(self) -> list[Wanted]:
         """Results at larger sizes and with more seeds, for comparison in f64 only."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
-        return [*self.wanted, Wanted(self.fusion, larger, seeds=5)]
+        return [*self.at.values(), Wanted(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
         """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it."""
         try:
             mutant = made()
             verify_host(mutant)
-            far = with_far_branches(mutant)
-            if any(self.differs(mutant, wanted) for wanted in self.wanted) or (far and self.differs(far, self.wanted[-1])):
+            if any(self.differs(case) for case in cases(self.fusion, mutant, {})):
                 return CAUGHT
             changed = any(_differs_in_f64(mutant, wanted) for wanted in self.elsewhere)
             if changed:
@@ -282,10 +284,14 @@ class Subject:
         except (HostweaveError, KeyError, ValueError, TypeError, IndexError):
             return REFUSED
 
-    def differs(self, mutant: HostProgram, wanted: Wanted) -> bool:
-        instances = instantiate(mutant, wanted.sizes)
+    def differs(self, case: Case) -> bool:
+        sizes, instances, met = case
+        key = tuple(sizes.items())
+        if work(self.fusion, sizes) >= MOST_ELEMENTS:
+            return False
+        wanted = self.at[key] if key in self.at else Wanted(self.fusion, sizes)
         with np.errstate(all="ignore"):
-            return difference(wanted, instances, meetings(instances)) is not None
+            return difference(wanted, instances, met) is not None
 
 
 def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:

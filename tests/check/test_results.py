@@ -39,7 +39,7 @@ def test_names_output_rank_and_element() -> None:
     message = fault(fusion, wrong)
     assert "@matmul_ar_unstreamed: rank 0: the output %" in message
     assert "[0, 0] is not what the fusion computes (" in message
-    assert "at M=4, K=8, N=4" in message
+    assert "at M=4, K=9, N=4" in message
 
 
 def test_names_the_element_in_the_global_output() -> None:

@@ -16,13 +16,13 @@ from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, failure
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import sizes_of_results, sizes_to_check, with_far_branches
+from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
 
 if TYPE_CHECKING:
-    from hostweave.check.results.results import Stages
+    from hostweave.check.results.results import Case, Stages
 
 MOST_ELEMENTS = 4e6  # largest fusion whose results are compared by default, in elements
 
@@ -54,6 +54,7 @@ def check(
     """
     calls = 2 if program.has_signals else 1
     results = None
+    checked: list[Case] = []
     if fusion:
         from hostweave.check.results.results import Results  # with NumPy, which the rest does not need
 
@@ -68,11 +69,10 @@ def check(
             for task, clock in run(ordered):
                 checker.start(task, clock)
             checker.finish()
-            if results and (sizes is not None or chosen in sizes_of_results(program)):
-                results.compare(instances, met, chosen)
-        if results and sizes is None and (other := with_far_branches(program)):
-            instances = instantiate(other, chosen := sizes_of_results(program)[-1])
-            results.compare(instances, meetings(instances), chosen)
+            if results:
+                checked.append((chosen, instances, met))
+        if results:
+            results.compare_at_all(checked, has_stated_sizes=sizes is not None)
     return results.unchecked() if results else ()
 
 

@@ -147,21 +147,14 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
     return (*small, *filter(None, [_with_room(program, other)]))
 
 
-@ir.analysis
-def sizes_of_results(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """The sizes to check, except sizes that are much larger than the minimal ones. `with_far_branches` covers the branches that need
-    those."""
-    return sizes_to_check(program, NEAR)
-
-
-def with_far_branches(program: ir.HostProgram) -> ir.HostProgram | None:
-    """The program with the other branch of each condition that needs far larger sizes; None if there is no such condition."""
-    least = RankSizes(sizes_of_results(program)[0], program.mesh)
+def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.HostProgram | None:
+    """The program with the other branch of each condition that needs sizes over `most_times` as large; None if there is none."""
+    least = RankSizes(sizes_to_check(program, most_times)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
         condition = i.condition_of_body
         found = [_times_until_other(condition, name, least) for name in _decides(condition)] if condition else []
-        is_far = min((factor for factor in found if factor > 1), default=1) > NEAR
+        is_far = min((factor for factor in found if factor > 1), default=1) > most_times
         return tree.with_expressions(i, lambda expr: Binary("==", expr, Const(0))) if is_far else None
 
     functions = tuple(replace(function, body=tree.rewrite(function.body, other)) for function in program.functions)

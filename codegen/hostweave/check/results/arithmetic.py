@@ -12,7 +12,7 @@ from hostweave.check.results import field
 from hostweave.check.results.dual import DUAL
 from hostweave.check.results.field import PRIME, P
 from hostweave.check.results.functions import LANES, Functions
-from hostweave.check.results.lanes import Exact, Lanes, Real, apply
+from hostweave.check.results.lanes import Exact, Lanes, Real, apply, values_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.reference import Arithmetic, evaluate
@@ -65,7 +65,12 @@ def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
     return places
 
 
-_OTHERWISE = {"index": _index}
+def _philox(_: Any, i: Any, *others: Any) -> Any:
+    """Returns the numbers of NumPy: all operands are integers."""
+    return Real.of(Exact(OPS["philox"].numpy(np, *values_of(Exact.of(i), *others))))
+
+
+_OTHERWISE = {"index": _index, "philox": _philox}
 
 
 def function_of(op: Op) -> Any:

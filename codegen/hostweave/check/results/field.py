@@ -3,6 +3,7 @@
 Sums and products are exact, so that they are the same in any order. `hashed` is a random function: equal elements give equal results.
 """
 
+import threading
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -18,8 +19,11 @@ ZERO, ONE = np.uint64(0), np.uint64(1)
 _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of an element
 _LOW = np.uint64(2**13 - 1)
-_SMALL = 2**14  # largest number of products for which NumPy's loops are faster than BLAS
-_MANY = 4096
+_HALVES = 2.0**13
+_FEW_TERMS = 16  # up to so many terms, and for small products, NumPy's loops are faster than BLAS
+_SMALL = 2**14  # products
+_MANY = 1000
+_FEW = 20  # elements for which powers of Python are faster than 34 products of arrays
 _EXPONENTS = 1200  # exponents of f64, above and below 0
 
 
@@ -42,16 +46,39 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
+_scratch = threading.local()
+
+
+def _scratch_like(x: Elements) -> Elements:
+    """Returns memory for an intermediate result. It is used again, because new memory costs more than the arithmetic on it."""
+    if getattr(_scratch, "size", 0) < x.size:
+        _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
+    memory: Elements = _scratch.memory[: x.size].reshape(x.shape)
+    return memory
+
+
 def reduced(x: Any) -> Elements:
-    """Returns numbers of 64 bits modulo the prime. For many, a division and a product are faster than a remainder."""
-    elements: Elements = x - x // P * P if x.size > _MANY else x % P
-    return elements
+    """Returns numbers of 64 bits modulo the prime. Many numbers are overwritten: a division and a product are faster than a remainder."""
+    if x.size <= _MANY:
+        elements: Elements = x % P
+        return elements
+    multiples = np.floor_divide(x, P, out=_scratch_like(x))
+    multiples *= P
+    x -= multiples
+    return x  # type: ignore[no-any-return]
 
 
 def sum_of(x: Elements, y: Elements) -> Elements:
-    total = x + y
-    smaller: Elements = np.minimum(total, total - P)  # below 0 it wraps around
-    return smaller
+    return _below_prime(x + y)
+
+
+def _below_prime(total: Elements) -> Elements:
+    """Subtracts the prime from numbers of at least the prime."""
+    if total.size <= _MANY:
+        smaller: Elements = np.minimum(total, total - P)  # below 0 it wraps around
+        return smaller
+    np.minimum(total, np.subtract(total, P, out=_scratch_like(total)), out=total)
+    return total
 
 
 def product_of(x: Elements, y: Elements) -> Elements:
@@ -59,36 +86,49 @@ def product_of(x: Elements, y: Elements) -> Elements:
 
 
 def negative(x: Elements) -> Elements:
-    return (P - x) % P
+    return _below_prime(P - x)
 
 
 def inverse(x: Elements) -> Elements:
     """Returns x to the power of PRIME - 2 = 8 (2^23 - 1) + 1, which is 0 for 0."""
+    if x.size <= _FEW:
+        return np.array([pow(number, PRIME - 2, PRIME) for number in x.ravel().tolist()], np.uint64).reshape(x.shape)
     ones = {1: x}  # by n: x to the power of 2^n - 1
     for more, n in ((1, 1), (2, 2), (1, 4), (5, 5), (1, 10), (11, 11), (1, 22)):
-        ones[n + more] = _squared(ones[n], more) * ones[more] % P
-    return _squared(ones[23], 3) * x % P
+        ones[n + more] = product_of(_squared(ones[n], more), ones[more])
+    return product_of(_squared(ones[23], 3), x)
 
 
 def _squared(x: Elements, times: int) -> Elements:
     for _ in range(times):
-        x = x * x % P
+        x = product_of(x, x)
     return x
 
 
 def matmul(x: Elements, y: Elements) -> Elements:
     """Returns the product of matrices with equal numbers of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
-    if inner <= _SUMMED and rows * inner * columns <= _SMALL:
-        product: Elements = np.matmul(x, y) % P
-        return product
+    if inner <= _FEW_TERMS or (inner <= _SUMMED and rows * inner * columns <= _SMALL):
+        return reduced(np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
     for start in range(0, inner, _SUMMED):  # sums of products of halves are exact in f64
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
-        total = total + ((high.astype(np.uint64) % P << _HALF) + low.astype(np.uint64)) % P
-    return total % P
+        _reduce_whole(high)
+        high *= _HALVES
+        high += low
+        _reduce_whole(high)
+        total = total + high.astype(np.uint64)
+    return total if inner <= _SUMMED else total % P
+
+
+def _reduce_whole(x: NDArray[np.float64]) -> None:
+    """Replaces integers below 2^53 by their remainders. A quotient is rounded by less than 1 / P, so that its floor is exact."""
+    multiples = x / PRIME
+    np.floor(multiples, out=multiples)
+    multiples *= PRIME
+    x -= multiples
 
 
 def hashed(word: str, *parts: Elements) -> Elements:

@@ -15,7 +15,6 @@ import numpy as np
 from hostweave.base.errors import ExecutionError
 from hostweave.check.match_collectives import MatchedCollective
 from hostweave.check.operations import Access, ByteLayout, Instances, Operation
-from hostweave.check.results import field
 from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.lanes import Exact, Lanes, apply
@@ -40,7 +39,8 @@ class FieldRanks:
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
         self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # data that these deliver, already reduced if the collective reduces
-        self.bound: dict[tuple[str, int], list[tuple[Any, ...]]] = {}  # the ops of each kernel, at the sizes of a rank
+        self.values: dict[tuple[str, int], tuple[int, ...]] = {}  # values of the sizes that a kernel reads, by kernel and rank
+        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # ops of each kernel, by the values of its sizes
         self.ran: set[tree.Instruction] = set()
         self.watch: Callable[[int, Access, Lanes], None] | None = None  # gets the contents after each write of a rank to its own memory
 
@@ -53,9 +53,14 @@ class FieldRanks:
             self.buffers[root] = FieldBuffer(roots[0].layout, len(self.instances.ranks), self.lanes, most, self.functions)
         return self.buffers[root]
 
-    def put(self, rank: int, root: str, block: Lanes) -> None:
-        """Fills an input."""
-        self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).fill(block)
+    def put(self, ranks: Sequence[int], root: str, block: Lanes) -> None:
+        """Fills an input of ranks that hold the same block."""
+        layout = self.instances.roots[ranks[0]][root].layout
+        if layout.in_order in ((), ((layout.count, 1),)):
+            self.buffer(root).put(ranks, block)
+            return
+        for rank in ranks:
+            self.buffer(root).view([rank], 0, layout).fill(block)
 
     def whole(self, rank: int, root: str) -> Lanes:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
@@ -87,24 +92,36 @@ class FieldRanks:
                     waiting = "\n".join(f"  {queues[rank].now}" for rank in left)
                     raise ExecutionError(f"deadlock: no rank can proceed:\n{waiting}")
                 first = min(ready, key=lambda rank: queues[rank].done)
-                together = [rank for rank in ready if self.is_alike(queues, first, rank)]
+                together = [rank for rank in ready if queues[rank].done == queues[first].done and self.is_alike(queues, first, rank)]
                 self.step(together, [operation for rank in together if (operation := queues[rank].now)], queues[first].is_posted)
                 for rank in together:
                     queues[rank].advance()
 
     def is_alike(self, queues: Sequence[_Queue], one: int, other: int) -> bool:
-        """True if two ranks do the same instruction on buffers of the same layouts."""
+        """True if two ranks do the same instruction on buffers of the same layouts, and their sizes have equal values in it."""
         a, b = queues[one].now, queues[other].now
         if a is b or not a or not b:
             return a is b
-        if self.instances.roots[one] is not self.instances.roots[other] or queues[one].is_posted != queues[other].is_posted:
+        if queues[one].is_posted != queues[other].is_posted or (a.instruction is not b.instruction and a.instruction != b.instruction):
             return False
-        if a.instruction is not b.instruction and a.instruction != b.instruction:
+        if a.communications:
+            return True  # ranks send and receive one after another
+        roots = self.instances.roots
+        if a.instruction.packed and (roots[one] is not roots[other] or any(cut.local for cut in a.instruction.packed)):
+            return False  # depends on the sizes of a rank, and on the offset of its shard
+        if any(self.values_of_sizes(name, one) != self.values_of_sizes(name, other) for name in tree.names(a.instruction, "launch")):
             return False
-        launched = (self.kernels[name] for name in tree.names(a.instruction, "launch") if name in self.kernels)
-        if any(cut.local for cut in a.instruction.packed) or any(kernel.is_local for kernel in launched):
-            return False  # depends on the offset of a rank's shard
-        return [access.region.layout for access in a.accesses] == [access.region.layout for access in b.accesses]
+        layouts, others = ([access.region.layout for access in operation.accesses] for operation in (a, b))
+        return layouts == others or [(x.shape, x.strides) for x in layouts] == [(y.shape, y.strides) for y in others]
+
+    def values_of_sizes(self, name: str, rank: int) -> tuple[int, ...]:
+        """Returns the values of all sizes that the ops of a kernel read, for a rank."""
+        if (name, rank) not in self.values:
+            ops = self.kernels[name].ops if name in self.kernels else ()
+            sizes = [size for op in ops if OPS[op.kind].target in ("shape", "type") for size in op.result.type.shape]
+            sizes += self.kernels[name].sizes if ops else ()
+            self.values[name, rank] = tuple(size.bind(self.instances.sizes[rank]) for size in dict.fromkeys(sizes))
+        return self.values[name, rank]
 
     def is_ready(self, queue: _Queue) -> bool:
         """True if a rank can go on: a communication posts its data at once, and ends when all of its sources have posted."""
@@ -192,10 +209,12 @@ class FieldRanks:
     def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         operation = operations[0]
         instruction = operation.instruction
+        self.ran.add(instruction)
+        if not any(access.region.layout.count for access in operation.accesses if access.writes):
+            return
         accesses = zip(*(each.accesses for each in operations), strict=True)
         reads = [self.view(ranks, column).read() for column in accesses if column[0].reads]
         names = tree.names(instruction, "launch")
-        self.ran.add(instruction)
         if names:
             results = [result for name in names for result in self.of_kernel(name, ranks[0], operation, reads)]
         else:
@@ -218,11 +237,10 @@ class FieldRanks:
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
         """Returns the ops of a kernel, bound to the sizes of a rank: results, functions, operands and dtypes."""
-        roots = self.instances.roots
-        holder = rank if self.kernels[name].is_local else next(other for other, own in enumerate(roots) if own is roots[rank])
-        if (name, holder) not in self.bound:
-            self.bound[name, holder] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
-        return self.bound[name, holder]
+        key = name, self.values_of_sizes(name, rank)
+        if key not in self.bound:
+            self.bound[key] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
+        return self.bound[key]
 
     def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
         definition, type = OPS[op.kind], op.result.type
@@ -272,27 +290,34 @@ class _Queue:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-_ODD = np.uint64(0x9E3779B1)
-
-
 class FieldBuffer:
-    """A buffer of all ranks: each part is [rank, lane, element]. Unwritten elements are random, with a shadow of NaN."""
+    """A buffer of all ranks: each part is [rank, lane, element]. Unwritten elements are arbitrary: their shadows are NaN."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
+        self.views: dict[tuple[object, ...], FieldView] = {}
         shape = (ranks, lanes, count)
         if layout.dtype.kind == "float":
-            random = (np.arange(ranks * lanes * count, dtype=np.uint64) * _ODD % field.P).reshape(shape)
             self.kind: type[Lanes] = functions.real
-            self.parts = [np.full(shape, np.nan), *(random.copy() for _ in range(functions.real.count - 1))]
+            self.parts = [np.full(shape, np.nan), *(np.empty(shape, np.uint64) for _ in range(functions.real.count - 1))]
         else:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
 
+    def put(self, ranks: Sequence[int], block: Lanes) -> None:
+        """Writes an array to the beginning of the memory of ranks, in order."""
+        for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
+            part[ranks, :, : block.size] = new.reshape(len(new), -1)
+
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
         """Returns the memory of one layout at the same place on these ranks."""
-        if ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks):
+        if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
             return Views([self.view([rank], offset, layout) for rank in ranks])
-        start = offset // layout.dtype.itemsize
+        key = ranks[0], len(ranks), offset, layout.shape, layout.strides
+        if key not in self.views:
+            self.views[key] = self.new_view(ranks, offset // layout.dtype.itemsize, layout)
+        return self.views[key]
+
+    def new_view(self, ranks: Sequence[int], start: int, layout: ByteLayout) -> FieldView:
         lanes = len(ranks) * self.lanes
         parts = []
         for part in self.parts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from hostweave.check.results.inputs import random_inputs, steering_integers
 from hostweave.check.results.lanes import Lanes
 from hostweave.check.results.ranks import FieldRanks
 from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import NEAR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
@@ -28,13 +29,13 @@ from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.host_ir.expr import Const
-from hostweave.types.mesh import Sizes
-from hostweave.types.tensor import block_of, global_shape, holds
+from hostweave.types.mesh import Mesh, Sizes
+from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
-SEEDS, MOST_SEEDS = 3, 12
+SEEDS, MOST_SEEDS = 4, 12
 NEARLY = 1e-9  # equal in f64
 FEW = 2 * 10**4  # elements of all seeds
-MANY, VERY_MANY = 5 * 10**4, 5 * 10**5  # programs with more elements have two seeds with opposite signs, and one seed
+MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements have two seeds with opposite signs, and one seed
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Wanted:
 
     def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
-        self.seeds = seeds or _seeds(work(fusion, sizes))
+        self.elements = work(fusion, sizes)
+        self.seeds = seeds or _seeds(self.elements)
 
     @cached_property
     def inputs(self) -> dict[str, Lanes]:
@@ -132,7 +134,7 @@ class ComparedOutput:
     rank: int
     got: Lanes
     want: Lanes
-    places: NDArray[np.intp]  # indices of its elements in the global output
+    block: tuple[Any, ...]  # index of its block in the global output
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
@@ -147,7 +149,8 @@ class ComparedOutput:
         """Returns the difference of the element at a lane and an index."""
         seed, *index = at
         values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.got, self.want))
-        place = np.unravel_index(self.places[tuple(index)], self.shape) if self.shape else ()
+        places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
+        place = np.unravel_index(places[tuple(index)], self.shape) if self.shape else ()
         return Difference(self.name, self.rank, tuple(map(int, place)), dict(wanted.sizes), wanted.seeds, *values)
 
 
@@ -163,25 +166,33 @@ def computed_outputs(
     ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
     ranks.watch = watch
     for parameter in program.inputs:
-        whole = wanted.inputs[parameter.name]
-        for rank in range(mesh.size):
-            if holds(parameter.type, mesh, rank):
-                ranks.put(rank, parameter.name, whole[block_of(parameter.type, mesh, rank, whole.shape)])
+        for _, block, holders in _blocks(parameter.type, mesh, wanted.inputs[parameter.name]):
+            ranks.put(holders, parameter.name, block)
     ranks.run()
     if ran is not None:
         ran |= ranks.ran
-    for output, want in zip(program.outputs, wanted.outputs, strict=True):
-        numbers = np.arange(want.size).reshape(want.shape)
-        for rank in range(mesh.size):
-            if holds(output.type, mesh, rank):
-                block = want[block_of(output.type, mesh, rank, want.shape)]
-                got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of dims
-                places = np.asarray(numbers[block_of(output.type, mesh, rank, want.shape)])
-                yield ComparedOutput(output.name, rank, got, block, places, want.shape)
+    for output, whole in zip(program.outputs, wanted.outputs, strict=True):
+        found = ((rank, index, block) for index, block, holders in _blocks(output.type, mesh, whole) for rank in holders)
+        for rank, index, block in sorted(found, key=lambda each: each[0]):
+            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of dims
+            yield ComparedOutput(output.name, rank, got, block, index, whole.shape)
+
+
+def _blocks(type: TensorType, mesh: Mesh, whole: Lanes) -> Iterator[tuple[tuple[Any, ...], Lanes, list[int]]]:
+    """Yields the index of each block of a tensor, the block, and the ranks that hold it."""
+    of_tensor = type.mesh_in(mesh)
+    axes = [axis for dim in type.dims for axis in dim.axes]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank in of_tensor.all_ranks:
+        holders.setdefault(tuple(of_tensor.coordinate(rank, axis) for axis in axes), []).append(rank)
+    for ranks in holders.values():
+        index = block_of(type, mesh, ranks[0], whole.shape)
+        yield index, whole[index], ranks
 
 
 # --- a program at several sizes ---------------------------------------------------------------------------------------
 
+Case = tuple[Sizes, Instances, Sequence[MatchedCollective]]  # a program at given sizes
 Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # names of the passes, each with the program after it
 
 
@@ -195,14 +206,21 @@ class Results:
         self.ran: set[tree.Instruction] = set()
         self.left_out: list[str] = []
 
-    def compare(self, instances: Instances, met: Sequence[MatchedCollective], sizes: Sizes) -> None:
+    def compare_at_all(self, checked: Sequence[Case], has_stated_sizes: bool) -> None:
+        """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has cases of the proof of order."""
+        known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
+        wanted: dict[int, Wanted] = {}
+        for sizes, instances, met in checked if has_stated_sizes else cases(self.fusion, self.program, known):
+            self.compare(instances, met, wanted.setdefault(id(sizes), Wanted(self.fusion, sizes)))
+
+    def compare(self, instances: Instances, met: Sequence[MatchedCollective], wanted: Wanted) -> None:
         """Raises ProgramError for the first element of an output that differs, and names the pass that introduced the difference."""
-        if (elements := work(self.fusion, sizes)) > self.most:
-            at = "".join(f", {name}={size}" for name, size in sizes.items())
-            self.left_out.append(f"the results{at}: {elements:.1e} elements are more than {self.most:.1e}")
+        if wanted.elements > self.most:
+            at = "".join(f", {name}={size}" for name, size in wanted.sizes.items())
+            self.left_out.append(f"the results{at}: {wanted.elements:.1e} elements are more than {self.most:.1e}")
             return
         with np.errstate(all="ignore"):
-            found = difference(Wanted(self.fusion, sizes), instances, met, self.ran)
+            found = difference(wanted, instances, met, self.ran)
         if found:
             self.fail(found)
 
@@ -221,9 +239,43 @@ class Results:
     def unchecked(self) -> tuple[str, ...]:
         """Returns the sizes that were left out, the lines of the program that never ran, and the user's kernels."""
         ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # including the operations of groups
-        there = dict.fromkeys(i for i in tree.walk(inlined(self.program).body) if i.work or isinstance(i, ir.Communication))
-        lines = [f"never ran: {instruction_text(i)}" for i in there if ran and _without_values(i) not in ran]
+        lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if ran and line not in ran]
         return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
+
+
+def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
+    """Returns the program at the sizes at which its results are compared, and with the branches for much larger sizes.
+
+    Sizes that ranks share unevenly come first. Others follow if they run further lines, or if blocks are packed: with as many blocks as
+    rows, packing is its own inverse. A fusion of many elements is not compared at larger sizes: its branches for them run at small sizes.
+    """
+    near = NEAR if work(fusion, sizes_to_check(program, NEAR)[-1]) <= MANY else 1
+    sizes = sizes_to_check(program, near)
+    lines = _lines(program)
+    needed, left, has_blocks = list[Case](), set(lines), any(i.packed for i in lines)
+    programs = [(program, each) for each in (*sizes[1:2], *sizes[:1], *sizes[2:])]
+    for each, at in (*programs, (None, sizes[-1])):
+        if needed and not (left or has_blocks):
+            break
+        if each := each or with_far_branches(program, near):
+            case = known.get(tuple(at.items())) if each is program else None
+            case = case or _case(each, at)
+            executed = {id(operation.instruction): operation.instruction for operations in case[1].ranks for operation in operations}
+            ran = set(map(_without_values, tree.walk(tuple(executed.values()))))
+            needed += [case] if not needed or has_blocks or ran & left else []
+            left -= ran
+    return needed
+
+
+def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
+    instances = instantiate(program, sizes)
+    return sizes, instances, meetings(instances)
+
+
+@ir.analysis
+def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
+    """Instructions that compute or communicate, each by its line without values."""
+    return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:

@@ -171,7 +171,7 @@ class Masks:
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
     """NumPy reference of attention: the result and the log-sum-exps. A row that sees no column has zeros."""
     q, k, v = operands
-    k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if x.shape[-3] else x for x in (k, v))
+    k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if 0 < x.shape[-3] < q.shape[-3] else x for x in (k, v))
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
