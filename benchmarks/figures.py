@@ -90,6 +90,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     with_goals = [goal.part for goal in GOALS] if "goals" in words else []
     chosen = [name for name in PARTS if name in (*words, *with_goals) or not words]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print_machine()
     outputs, failed = dict[str, str](), list[str]()
     for name in chosen:
@@ -107,7 +108,7 @@ def main(words: Sequence[str]) -> int:
 def _run(words: Sequence[str]) -> tuple[str, int]:
     """Runs a benchmark, prints its output, and returns it with the exit status. Ends it after SECONDS."""
     here = Path(__file__).parent
-    command = [sys.executable, *(str(here / word) if word.endswith(".py") else word for word in words)]
+    command = [sys.executable, "-u", *(str(here / word) if word.endswith(".py") else word for word in words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         limit = Timer(SECONDS, running.kill)
         limit.start()

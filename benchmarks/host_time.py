@@ -1,7 +1,7 @@
 """Host time of calls, measured alternately.
 
 Cases: bound weights against passed ones; on one GPU Llama 8B, replayed and not; calls with varying sizes; and a generated program
-against the same calls written by hand.
+against the same calls written by hand. `host_time.py hand` runs the last case alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 from hostweave.base.paths import BENCHMARKS, EXAMPLES
@@ -33,8 +34,11 @@ STEP = {"B": 1, "L": 4096}  # sizes
 SERVED_CALLS, SERVED_SIZES = 10_000, 2_000
 
 
-def main() -> None:
+def main(hand_only: bool = False) -> None:
     print_machine()
+    if hand_only:
+        _by_hand_and_generated()
+        return
     _bound_weights("cpu")
     if gpus():
         _bound_weights("cuda")
@@ -181,11 +185,11 @@ def _by_hand_and_generated() -> None:
             parameter.name: np.ones([extent.bind(SIZES) for extent in parameter.type.shape], ml_dtypes.bfloat16)
             for parameter in fusions[name].inputs
         }
-        times = {"generated": _host_us(generated, arrays), "by hand": _host_us(by_hand, arrays)}
+        _ = _host_us(generated, arrays), _host_us(by_hand, arrays)
         rounds = [(_host_us(generated, arrays), _host_us(by_hand, arrays)) for _ in range(9)]
-        ratio = statistics.median(ours / theirs for ours, theirs in rounds)
-        per = ", ".join(f"{which} {us / instructions:.2f}" for which, us in times.items())
-        print(f"{name:10} us of host time an instruction: {per}; ratio {ratio:.3f} (limit {LIMIT})")
+        ours, theirs = (spread(times, 2, instructions) for times in zip(*rounds, strict=True))
+        ratio = spread([ours / theirs for ours, theirs in rounds])
+        print(f"{name:10} us of host time an instruction: generated {ours}, by hand {theirs}; ratio {ratio} (limit {LIMIT})", flush=True)
 
 
 def _by_hand(generated: Any, fusion: Any) -> Any:
@@ -212,4 +216,4 @@ def _host_us(program: Any, arrays: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main("hand" in sys.argv[1:])

@@ -2,12 +2,13 @@
 
 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
 of the slowest rank: median of calls that all ranks start together behind a spin, each variant in a CUDA graph; seeded random bf16 data.
-One process per GPU runs all variants alternately on the same arrays.
+One process per GPU runs all variants alternately on the same arrays. `small_all_reduce.py 16` measures one number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,16 +34,16 @@ SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's 
 Calls = dict[str, Callable[[], Any]]
 
 
-def main() -> None:
+def main(all_rows: Sequence[int] = ROWS) -> None:
     ranks = len(gpus())
-    times = list(times_on_ranks(_calls, ranks, REPETITIONS, SPIN))
+    times = list(times_on_ranks(partial(_calls, all_rows), ranks, REPETITIONS, SPIN))
     for name in SYMMETRIC:
         try:
-            for row, peer in zip(times, times_on_ranks(partial(_symmetric_calls, name), ranks, REPETITIONS, SPIN), strict=True):
+            for row, peer in zip(times, times_on_ranks(partial(_symmetric_calls, name, all_rows), ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
         except Exception as error:  # error of torch on a rank
             print(f"torch {name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
-    for rows, row in zip(ROWS, times, strict=True):
+    for rows, row in zip(all_rows, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
 
 
@@ -58,7 +59,7 @@ def _program(ranks: int, transport: str) -> hw.Program:
     return hw.compile(steps, target="cuda", options=hw.Options(transport=transport))
 
 
-def _calls(rank: int, ranks: int) -> Iterator[Calls]:
+def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
     """Steps in each variant for every number of rows. Raises AssertionError if results differ."""
     import torch
     import torch.distributed as dist
@@ -68,7 +69,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
     programs = {OURS: _program(ranks, "auto"), BY_NCCL: _program(ranks, "two_sided")}
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
     begin, step = (torch.compile(function, dynamic=False) for function in (_first_term, _step))
-    for rows in ROWS:
+    for rows in all_rows:
         x = torch.randn(rows, WIDTH, device="cuda").bfloat16()
         dist.broadcast(x, 0)
         factors = [(torch.randn(rows, WIDTH, device="cuda") * 0.1).bfloat16() for _ in range(STEPS)]
@@ -101,7 +102,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     return x
 
 
-def _symmetric_calls(name: str, rank: int, ranks: int) -> Iterator[Calls]:
+def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
     """The same with an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that memory."""
     import torch
     import torch.distributed as dist
@@ -111,7 +112,7 @@ def _symmetric_calls(name: str, rank: int, ranks: int) -> Iterator[Calls]:
     assert group is not None
     torch.manual_seed(rank)
     all_reduce, n = getattr(torch.ops.symm_mem, name), torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    for rows in ROWS:
+    for rows in all_rows:
         x, *factors = (torch.randn(1 + STEPS, rows, WIDTH, device="cuda") * 0.1).bfloat16()
         dist.broadcast(x, 0)
         term = symmetric_memory.empty((rows, WIDTH), dtype=torch.bfloat16, device="cuda")
@@ -150,4 +151,4 @@ def _step(x: Any, term: Any, n: Any, p: Any) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(word) for word in sys.argv[1:]] or ROWS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from peers.report import print_machine
+from peers.report import print_machine, spread
 
 import hostweave as hw
 
@@ -45,8 +45,9 @@ def _compare(name: str, rows: int, depth: int, columns: int) -> None:
     for _ in range(ROUNDS):
         for tune, program in programs.items():
             times[tune] += [timing.total_ms for timing in program.measure(**arrays, warmups=2, repetitions=REPETITIONS)[0]]
-    first, tuned = (statistics.median(times[tune]) * 1e3 / count for tune in programs)
-    print(f"{name}, {rows} rows: recommended {first:.1f} us, measured {tuned:.1f} us, {first / tuned:.2f} times as fast", flush=True)
+    ratio = statistics.median(times[False]) / statistics.median(times[True])
+    first, tuned = (spread(times[tune], 1, count / 1e3) for tune in programs)
+    print(f"{name}, {rows} rows: recommended {first} us, measured {tuned} us, {ratio:.2f} times as fast", flush=True)
     for program in programs.values():
         program.close()
 
