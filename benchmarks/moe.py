@@ -3,8 +3,8 @@
 - products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens each, even and skewed routing,
   on one GPU, compared with torch._grouped_mm.
 - dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Peers are
-  torch's all_to_all_single, for which the host knows all counts in advance, and the time of a copy engine for one row of each choice.
-  Hostweave sends a token once to each rank, and returns a sum in f32.
+torch's all_to_all_single, for which the host knows all counts in advance, and a copy engine that sends a row for each token and expert.
+Hostweave sends a token once to each rank, and returns a sum in f32.
 - layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, compared with torch with _grouped_mm, eager and compiled.
 
 Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants

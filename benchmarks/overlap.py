@@ -1,14 +1,14 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, against torch and
 hand-written code.
 
-Milliseconds of the slowest rank: median over calls that all ranks start together, behind a spin. For each case, first our choice
-is compared with the best hand-written pipeline of puts or pulls (`handwritten/put_pipelines.cu`; needs nvcc and NCCL 2.32). This
-includes pulls that wait for a signal of the peer. Each alternative of the cost model follows, measured and predicted. Then come
-the matmul alone, the communication alone, torch in sequence, and torch's fused operators. torch in sequence also runs with NCCL's
-collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs). Last is our program in a CUDA graph,
-also with the gathered tensor in a window, as in the hand-written code. These use one process per GPU, the others one thread per
-GPU. Random bf16 data. Arguments are names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32 for the hand-written code alone, in
-lib and include, if the installed one is older.
+Milliseconds of the slowest rank: median over calls that all ranks start together, after a kernel that spins. For each case, first our
+choice is compared with the best hand-written pipeline of puts or pulls (`handwritten/put_pipelines.cu`; needs nvcc and NCCL 2.32). This
+includes pulls that wait for a signal of the peer. Each alternative of the cost model follows, measured and predicted. Then come the matmul
+alone, the communication alone, torch in sequence, and torch's fused operators. torch in sequence also runs with NCCL's collectives on
+registered windows, and for all-gathers with NCCL's copy engines (zero CTAs). Last come our program in a CUDA graph, and our program with
+the gathered tensor in a window, as in the hand-written code. These two and torch use one process per GPU, all others one thread per GPU.
+Random bf16 data. Arguments are names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32 for the hand-written code alone, in lib and
+include, if the installed one is older.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
-    torch.cuda.set_stream(torch.cuda.Stream())  # copy engines fail on the default stream: it takes no batch of copies
+    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL's copy engines need another stream than the default: it cannot run batches of copies
     memory = _registered(cases, ranks)
     for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M

@@ -1,9 +1,9 @@
 """Llama 3 70B layer with the sizes of a rank of 8, forward, sequence-parallel on all GPUs of this machine, against torch.
 
-Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. In both, q, k and v are one weight, and so are gate and up.
-torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. Milliseconds of the
-slowest rank: median over alternating calls that all ranks start together, on the same arrays. First prints the memory that our
-program plans for 32,768 tokens.
+Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. Our program and torch's have one weight for q, k and v, and one for gate
+and up. torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. Milliseconds of the slowest
+rank: median over alternating calls that all ranks start together, on the same arrays. First prints the memory that our program plans for
+32,768 tokens.
 
 `sequence_parallel.py profile FILE.json` writes what torch.profiler sees of one call of each on rank 0, for the picture in the README.
 """

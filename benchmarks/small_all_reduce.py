@@ -1,8 +1,8 @@
 """All-reduces of few rows with residual and norm, against torch: kernels of torch.compile, and all_reduces of NCCL or symmetric memory.
 
 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
-of the slowest rank: median of calls that all ranks start together behind a spin, each variant in a CUDA graph; seeded random bf16 data.
-One process per GPU runs all variants alternately on the same arrays. `small_all_reduce.py 16` measures one number of rows.
+of the slowest rank: median of calls that all ranks start together after a kernel that spins, each variant in a CUDA graph; seeded random
+bf16 data. One process per GPU runs all variants alternately on the same arrays. `small_all_reduce.py 16` measures one number of rows.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `python benchmarks/torch_training.py` times the forward and backward pass of 2 Llama layers with a loss, of 4096 tokens, at the shapes of a
 rank of Llama 70B at TP 8. `--model gpt2` is GPT-2 medium with 4 sequences of 1024 tokens. `--step` times a whole step of AdamW: one program
 of Hostweave, against PyTorch's fused AdamW after the backward pass. Variants alternate in one process, each on a copy of the module with
-random bf16 weights. A time is that of the work which a call enqueues. `--tiny` runs small sizes, also on CPUs.
+random bf16 weights. A time is the GPU time of the work that a call enqueues. `--tiny` runs small sizes, also on CPUs.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ ENTRIES = (
     ),
     Entry(
         "Sequence-parallel attention with grouped queries",
-        "The heads are sharded. Rows are gathered before the projections and scattered behind the last one.",
+        "The heads are sharded. Rows are gathered before the projections and scattered after the last one.",
         "transformer",
         "grouped_query_sp",
         {"S": 4096, "B": 2, "E": 4096},

@@ -218,7 +218,7 @@ def pipeline() -> str:
             )
     parts += [
         text(520, 121, "its own shard is there already: the first matmul waits for nothing", "small"),
-        text(520, 171, "an event behind each shard", "small"),
+        text(520, 171, "an event after each shard", "small"),
     ]
     return svg("An all-gather and its matmul over time", 194, parts)
 

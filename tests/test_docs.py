@@ -166,7 +166,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     "name", [pytest.param("DTensor", marks=pytest.mark.extra("torch")), pytest.param("shard_map", marks=pytest.mark.extra("jax"))]
 )
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """In a separate process: both systems have state of the whole process."""
+    """The block runs in a separate process, because both systems have state of the whole process."""
     pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="what the block is about: pip install torch jax")
     text = (ROOT / "docs" / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)

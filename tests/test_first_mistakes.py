@@ -401,7 +401,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
             "program: a compiled program cannot be pickled; pickle the fusion, and compile it there",
         ),
         (lambda: hw.init("torch"), "hw.init: 'torch' is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing"),
-        (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; give one, as 60"),
+        (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; give one, such as 60"),
         (lambda: PRODUCT(X, W, group="default"), "program: group='default' is not a group; pass the result of hw.init or group.split"),
         (lambda: PRODUCT(X, W, sizes=[4]), 'program: sizes=: [4] is not a dict of names; write {"M": 8}'),
         (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: no size named Q; the sizes of the program: M, K, N"),

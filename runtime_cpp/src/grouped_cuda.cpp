@@ -31,7 +31,7 @@ HW_GROUPED(multiply_groups_plain, double)
 
 namespace {
 
-// Kernels by the rows of a tile: groups of few rows have small tiles.
+// One kernel for each number of rows in a tile: groups of few rows have small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
 
@@ -54,12 +54,12 @@ bool has_warpgroups() {
   return has;
 }
 
-// Copies of boxes need strides. A dim of one element has none.
+// Copies of boxes need a positive stride in each dim of more than one element.
 bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) {
   return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
 }
 
-// The kernel of warpgroups for a problem, or null. Its copies need aligned arrays that are not empty.
+// The kernel for a problem that uses instructions of warpgroups, or null. Its copies need aligned arrays that are not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;
@@ -101,7 +101,7 @@ Chosen<double> chosen<double>(const GroupedProblem&) {
   return {multiply_groups_plain, kPlainSide, kPlainSide};
 }
 
-// An array of `matrices` matrices of rows of 16-bit elements, copied in boxes of 64 elements of `box_rows` rows.
+// Describes an array of matrices with 16-bit elements. A copy takes a box: 64 elements of each of `box_rows` rows.
 template <class T>
 cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t rows, int64_t columns, int64_t stride,
                     int64_t pitch, uint32_t box_rows, T) {

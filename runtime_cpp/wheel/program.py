@@ -161,8 +161,8 @@ class Program:
     def __call__(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
         """Returns the local output, or a tuple of several. The call is enqueued on PyTorch's current stream if the target is "cuda".
 
-        Pass None for an input that this rank does not hold; an output that it does not hold is None. An output in the memory of a
-        donated input is that array. Raises like `prepare`, and RuntimeError if a call of CUDA or NCCL fails.
+        Pass None for an input that this rank does not hold; an output that it does not hold is None. For an output in the memory of a
+        donated input, the returned array is that input. Raises like `prepare`, and RuntimeError if a call of CUDA or NCCL fails.
         """
         if self._prepared != _key(arrays, global_shapes):
             self.prepare(*arrays, global_shapes=global_shapes)

@@ -368,7 +368,7 @@ FINE = {
         "for %i in 0..2 {\nfork ring\nfor %j in 0..4 {\nstream ring[%j] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin ring\n"
         "%b = allocate f32[2, N]\ncopy %x -> %b\n}\ncopy %x -> %y"
     ),
-    "a deallocate behind the join": (
+    "a deallocate after the join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin ring\ndeallocate %b"
     ),
     "a send to oneself in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",

@@ -100,7 +100,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Differences in a pass over fusions, and in the second call of a function of a host program."""
+    """One difference comes from a pass over fusions, the other is in the second call of a function of a host program."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])
@@ -177,7 +177,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 
 
 def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
-    """The field cannot evaluate its exp; f64 can, and detects the error."""
+    """The finite field cannot evaluate the exp; f64 can, and detects the error."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())
     assert check(host, fusion=fusion) == ()

@@ -173,7 +173,7 @@ def test_what_passes_is_right_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """Each is necessary, so the check's reports about them are not false alarms."""
+    """Each of these instructions is necessary, so the check's reports about them are not false alarms."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

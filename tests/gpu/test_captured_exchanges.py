@@ -25,7 +25,7 @@ from hostweave.types.tensor import block_of
 torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
 
 LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
-NAMES = (*LOOPS, "exchanges", "permutes")  # gathers, scatters, all-to-alls, sums and permutations, by puts and by gets
+NAMES = (*LOOPS, "exchanges", "permutes")  # the last two have all communications without loops
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= len(gpus())]
 REPLAYS = 4
 

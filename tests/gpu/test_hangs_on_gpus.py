@@ -108,7 +108,8 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report says which launch is not done, and how to see more. With graphs that record their progress, it is the report of a call."""
+    """The report says which launch is not done, and how to see more. If graphs record their progress, it names the instructions, as for a
+    call."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report

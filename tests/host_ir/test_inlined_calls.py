@@ -99,7 +99,7 @@ def test_inlined() -> None:
 
 
 def test_donated_arguments() -> None:
-    """Names of parameters identify contents of the memory."""
+    """A donated argument and the result in its memory keep separate names, because they name different contents."""
     text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
   copy %u -> %y
 }

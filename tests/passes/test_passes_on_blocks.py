@@ -374,7 +374,7 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 
 
 def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
-    """Waiting gives the same order on every rank. A block without communication overlaps with it."""
+    """The wait gives communications the same order on every rank. A block without communication overlaps with the asynchronous one."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

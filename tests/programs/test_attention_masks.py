@@ -254,7 +254,8 @@ def test_a_bias_that_is_not_there_has_no_gradient() -> None:
 
 
 def test_explain_says_which_kernels() -> None:
-    """With a bias cuDNN supports only the top-left diagonal; with lengths it supports none on a rank with some of the rows."""
+    """With a bias cuDNN supports only the top-left diagonal; with lengths it supports no diagonal on a rank that has only some of the
+    rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),

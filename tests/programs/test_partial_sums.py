@@ -63,7 +63,7 @@ def test_on_ranks(mesh: hw.Mesh) -> None:
 
 
 def test_norms_of_what_is_far_from_zero() -> None:
-    """The variance is small compared with the mean, so squares are of differences from the global mean."""
+    """The variance is small compared with the mean, so differences from the global mean are squared."""
 
     @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])
     def moments(x):

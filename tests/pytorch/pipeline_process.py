@@ -1,6 +1,6 @@
 """A rank of a pipeline as a process of torchrun, on GPUs if there are any.
 
-It trains its stage, by torch's optimizer and by whole steps, and prints that the stage equals that of a model which torch trains on one
+It trains its stage, by torch's optimizer and by whole steps, and compares it with the same layers of a model that torch trains on one
 device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16

@@ -95,9 +95,9 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
         hw.init(threads)
         return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
 
-    for got in threads.run(rank_main):  # comes first, so that programs are compiled for a rank's blocks of a cache
+    for got in threads.run(rank_main):  # comes first, so that programs are compiled for the blocks of a cache that a rank has
         assert torch.equal(got.sequences, wanted)
-    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # after the prompt, and the call that is captured
+    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # all tokens but the prompt's, and that of the call that is captured
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
     drawn = model.generate(ids, **settings)
@@ -142,7 +142,7 @@ def test_graphs_of_tokens() -> None:
 
 
 def test_caches_of_the_user() -> None:
-    """A cache may be passed, and is continued like in the module."""
+    """A cache may be passed. Tokens are appended to it as by the module."""
     module = model_of("Llama")
     ids = torch.randint(3, VOCABULARY, (1, 6))
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})

@@ -69,7 +69,7 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """A world of one, independent of the environment; with a store, a rank as if in its own process."""
+    """A provider of one rank, independent of the environment. With a store, it is a rank as if in its own process."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self.rank, self.count, self._store = rank, count, store or MemoryStore()

@@ -67,7 +67,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
-    """Bytes that all ranks copy in a call."""
+    """The number of bytes that all ranks together copy in a call."""
     shared(ranks)  # one program for the threads, which would compile one each
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))

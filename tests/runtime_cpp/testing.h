@@ -78,7 +78,7 @@ inline std::string run_ranks(int ranks, const std::function<void(int)>& body) {
   return "";
 }
 
-// In parallel mode, and in seeded mode under a few schedules of every picker.
+// Runs `body` in parallel mode, and in seeded mode under a few schedules of every picker.
 inline void in_every_mode(int devices, const std::function<void()>& body, int seeds = 12) {
   configure(config_of(HW_CPU_PARALLEL, devices));
   body();

@@ -100,7 +100,7 @@ class DefUse:
         return place
 
     def root(self, name: str) -> str:
-        """Alias root of a buffer: the parameter or allocation behind it."""
+        """Alias root of a buffer: the parameter or allocation that holds its elements."""
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:

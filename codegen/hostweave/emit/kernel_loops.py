@@ -27,7 +27,7 @@ class Templates:
     reduce_last: str = ""  # cheaper call if only the storing threads need the result
     leader_if: str = ""  # condition under which a thread stores the result
     bounds: str = ""  # maximum number of threads per block
-    closing: str = ""  # text after the body of that loop
+    closing: str = ""  # text after the body of the innermost loop
 
 
 _OF_ROW = Templates(

@@ -358,7 +358,7 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 
 # --- alias roots ------------------------------------------------------------------------------------------------------
-# Parameters or allocations behind a view, through any number of views. A view that chooses has several.
+# Parameters or allocations that hold the elements of a view, through any number of views. A view that chooses has several.
 
 
 class AliasRoots:

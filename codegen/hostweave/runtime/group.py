@@ -86,7 +86,7 @@ def init(
         raise ArgumentError(f"hw.init: group={group!r} is not a name; give a text")
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
-            raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; give one, as 60")
+            raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; give one, such as 60")
     timeout, call_timeout = min(timeout, _MOST_SECONDS), min(call_timeout, _MOST_SECONDS)
     present = current(group)
     if present and not present.failure and provider is None:
@@ -124,7 +124,8 @@ def current(group: str = "default") -> Group | None:
 class Group(FallibleGroup):
     """Ranks that call programs together, seen from one of them. `hw.init` makes groups.
 
-    `rank` is this rank, of `count`. `local_rank` is its index among the ranks of its host. A failed group cannot be reused.
+    `rank` is the number of this rank, and `count` the number of ranks. `local_rank` is its index among the ranks of its host. A failed
+    group cannot be reused.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in this process, for `Program.run`: a thread and a group each."""
+"""All ranks of a mesh in this process, for `Program.run`. Each rank has a thread and a group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one m
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # by target and number of ranks
-_kept: list[BaseException] = []  # errors of the exit; they keep the objects of their frames, as freeing these would end the process
+_kept: list[BaseException] = []  # errors during the exit, kept because they hold objects that would end the process if freed
 _turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 

@@ -52,7 +52,7 @@ class State:
                 [read(held) for read, held in self._fast] == self._expected
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
-                and RemovableHandle.next_id == self._handles  # no hook was added to any module
+                and RemovableHandle.next_id == self._handles  # no hook was added to any module since
                 and [of.forward for of in self._classes] == self._forwards
             )
         except Exception:  # a comparison of tensors, or a missing name

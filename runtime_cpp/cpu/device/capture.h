@@ -37,7 +37,7 @@ struct Capture {
 // Adds a node if the stream is being captured. Returns nullopt otherwise; enqueue as usual then.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 
-// Counts a word up when the op is done, or at once.
+// Increments `word` when the op is done. Increments it now if the op is already done.
 void mark_op(Op& op, std::uint64_t* word);
 
 // The same for cudaEventRecord and cudaStreamWaitEvent, whose nodes define dependencies.

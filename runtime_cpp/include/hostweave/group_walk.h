@@ -31,7 +31,7 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Tiles that run at the same time share operands: bands of 8 tiles of rows are passed column by column.
+// Tiles that run at the same time share operands: the order goes through bands of 8 rows of tiles, column by column.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   constexpr int kBand = 8;
   const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
@@ -112,7 +112,7 @@ struct TileWalk<true> : OuterWalk {
   using OuterWalk::OuterWalk;
 };
 
-// Writes zeros to rows without a group: the groups before the first number, between two numbers, and after the last. Runs on
+// Writes zeros to rows without a group: those before the first group, between two groups, and after the last. Runs on
 // `threads` threads of each block, which are whole warps.
 template <class Result>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {

@@ -181,8 +181,8 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. Each round moves as many as do not
-// overwrite unread ones; one block moves the last few.
+// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. Each round moves only indices that
+// overwrite no unread ones; one block moves the last few.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {

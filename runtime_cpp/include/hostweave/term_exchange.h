@@ -30,7 +30,7 @@ class TermExchange {
     return {own, count, static_cast<const T*>(gathered(own, count * static_cast<int64_t>(sizeof(T)), stream)), exchange(), 0};
   }
 
-  // Maximum number of concurrent blocks. All blocks must be resident, because they wait for those of other ranks.
+  // Maximum number of concurrent blocks. All blocks must be resident, because they wait for blocks of other ranks.
   int64_t most_blocks() const;
 
   struct Shared;

@@ -28,7 +28,7 @@ CASES = {
         %h: bf16[M@x, N] = matmul(%x, %vg)
         %y: bf16[M@x, K] = matmul(%h, %wg)""",
     ),
-    "a short sum that only the caller needs comes behind the products, with what is made of it": (
+    "a short sum that only the caller needs comes after the products, together with its consumers": (
         "%x: bf16[M@x, K], %w: bf16[K, K]",
         """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
         %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
@@ -67,7 +67,7 @@ CASES = {
         %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
         %y: bf16[2, 128, K] = matmul(%t, %wg)""",
     ),
-    "the product of a gradient of weights goes down behind the communication that the next layer waits for": (
+    "the product of a gradient of weights moves down, after the communication for which the next layer waits": (
         "%dy: bf16[M, N@x], %w: bf16[N@x, K], %x: bf16[M, K], %v: bf16[K, K]",
         """%t: bf16[N@x, M] = permute_dims(%dy, axes=(1, 0))
         %p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)

@@ -247,8 +247,8 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
     assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads it
-    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data that it orders
-    assert apart("", "launch @multiply_y %w, %w -> %b")  # they share nothing
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data for which the wait is
+    assert apart("", "launch @multiply_y %w, %w -> %b")  # the two kernels share no operand
 
 
 def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
@@ -271,7 +271,7 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
-    """Backward pass of a norm: the column sum recomputes nothing that the row sum needs, so it need not be written."""
+    """Backward pass of a norm: the column sum does not recompute operands of the row sum, so these need not be written."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)

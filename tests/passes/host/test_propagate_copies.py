@@ -136,7 +136,7 @@ def test_a_copy_stays_where(case: str) -> None:
 
 
 def test_a_choice_touches_what_it_chooses_on_each_rank() -> None:
-    """A write of the chosen buffer during a read of it is a race on that rank only."""
+    """A write of a buffer during the read through the choice is a race only on the rank that chooses this buffer."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
   fork ring

@@ -91,7 +91,7 @@ class Channel {
   int rank_, size_;
 };
 
-class Rank {  // resources of one rank: its channels, library handles, and one GEMM workspace a stream
+class Rank {  // resources of one rank: its channels, library handles, and a GEMM workspace for each stream
  public:
   Rank(ncclComm_t comm, int rank, int size) : x_(comm, rank, size) { HW_CHECK(cublasLtCreate(&blas_)); }
   ~Rank() {

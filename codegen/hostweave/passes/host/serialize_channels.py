@@ -42,7 +42,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # other instructions name the new event
+    unchanged = set(program.body)  # the inserted instructions name the new event, so they are not in it
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
     begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn

@@ -91,7 +91,7 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns the emitter of a matmul on rows that zeros pad to a multiple of PADDED, which scales of blocks along rows need.
+        """Returns the emitter of a matmul with rows padded by zeros to a multiple of PADDED, which scales of blocks along rows need.
 
         Few rows of f8e4m3 need no padding. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
         """
