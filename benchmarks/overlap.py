@@ -261,6 +261,8 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
             calls["captured"] = program.capture(shared, w, group=group)
         yield _alone(case.kind, x, w, whole, y) | calls
         program.close()
+    for backend, pool in _POOLS:  # NCCL aborts if a communicator ends before its memory
+        backend.deregister_mem_pool(pool)
 
 
 def _alone(kind: str, x: Any, w: Any, whole: Any, y: Any) -> dict[str, Callable[[], Any]]:
@@ -313,11 +315,11 @@ def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
                 print(f"{name}: not here: {str(why).splitlines()[0]}", flush=True)
             continue
         found[name] = group, memory
-        _POOLS.append(pool)
+        _POOLS.append((backend, pool))
     return found
 
 
-_POOLS: list[Any] = []  # keeps registered memory to the end of the process
+_POOLS: list[tuple[Any, Any]] = []  # registered memory, each with the backend that knows it
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:
