@@ -40,6 +40,7 @@ PARTS: dict[str, Sequence[str]] = {
     "generation": (*TORCHRUN, "generate.py", "--layers", "8"),
     "images": ("vit.py",),
     "calls": ("host_time.py",),
+    "predictions": ("predictions.py",),
     "compiler": ("compiler.py",),
     "cold compile": ("torch_door.py", "compile"),
 }
