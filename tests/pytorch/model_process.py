@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 
 import torch
 from small_models import MESHES, expect_gradients, training_model
-from trained_dtensors import joined, train
+from trained_dtensors import run_cases, train
 
 import hostweave as hw
 import hostweave.torch
@@ -38,16 +39,5 @@ def check(name: str, group: hw.Group, device: torch.device) -> None:
     torch.testing.assert_close(logits, expected.logits.detach(), rtol=1e-4, atol=1e-5)
 
 
-def main(*names: str) -> None:
-    group, device = joined()
-    for name in names:
-        train(group, device) if name == "dtensors" else check(name, group, device)
-        group.check()
-        if group.rank == 0:
-            print(f"{name} is right", flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases({name: train if name == "dtensors" else partial(check, name) for name in sys.argv[1:]})

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from small_models import expect_gradients
 from torch import nn
-from trained_dtensors import joined
+from trained_dtensors import run_cases
 
 import hostweave as hw
 import hostweave.torch
@@ -70,17 +71,12 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-def main(*words: str) -> None:
-    group, device = joined()
-    for schedule, word in zip(words[::2], words[1::2], strict=True):
-        for in_program in (False, True):
-            train(group, device, schedule, getattr(torch, word), in_program)
-            group.check()
-        if group.rank == 0:
-            print(f"{schedule} in {word} is right", flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def train_both_ways(schedule: str, dtype: torch.dtype, group: hw.Group, device: torch.device) -> None:
+    for in_program in (False, True):
+        train(group, device, schedule, dtype, in_program)
+        group.check()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    pairs = zip(sys.argv[1::2], sys.argv[2::2], strict=True)
+    run_cases({f"{schedule} in {word}": partial(train_both_ways, schedule, getattr(torch, word)) for schedule, word in pairs})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,18 @@ def joined() -> tuple[hw.Group, torch.device]:
     if on_gpus:
         torch.cuda.set_device(group.local_rank)
     return group, torch.device("cuda", group.local_rank) if on_gpus else torch.device("cpu")
+
+
+def run_cases(cases: Mapping[str, Callable[[hw.Group, torch.device], None]]) -> None:
+    """Joins the groups, runs the cases one after another, and prints the name of each on rank 0 when it has passed."""
+    group, device = joined()
+    for name, case in cases.items():
+        case(group, device)
+        group.check()
+        if group.rank == 0:
+            print(f"{name} is right", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def train_in_regions(want: nn.Module, mesh: Any, x: torch.Tensor) -> None:
