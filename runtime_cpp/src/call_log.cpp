@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null: of a graph
   LoggedOps* ops;
-  int64_t times;                // number of times that the ops have ended when the call has ended
+  int64_t times;                // the call has ended once its ops have ended this many times
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };

@@ -319,7 +319,7 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 launches its graph later. Until then rank 0 knows the line that waits, in the second launch as in the first."""
+    """Rank 1 launches its graph later. Until then, the report of rank 0 names the line that waits, in the second launch as in the first."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""Counts the programs without one synchronisation, or with another one, that the proof of order rejects.
+"""Removes or changes one synchronisation of a program, and counts how many of the resulting programs the proof of order rejects.
 
 `PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check.md, for the programs of `test_mutations.py` and
 `test_one_sided_mutations.py`. These tests show that the accepted ones are harmless.

@@ -215,7 +215,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
-    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` uses it too
+    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` takes a member of the struct, too
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):

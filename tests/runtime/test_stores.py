@@ -123,7 +123,7 @@ def test_threads_wait_side_by_side(store: Store) -> None:
 
 
 def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
-    """Including one on which a thread was waiting."""
+    """A connection on which a thread was waiting is closed, too."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
         while "late" not in server.waiting:
@@ -136,7 +136,7 @@ def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
 
 
 def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
-    """The others may end because of it."""
+    """Processes that end later may have ended because of the first one."""
     ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
     for rank, store in enumerate(ranks):
         store.on_disconnect("failed", f"rank {rank}".encode())

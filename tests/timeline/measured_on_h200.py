@@ -27,7 +27,8 @@ REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192
 
 PIPELINE = {2: 1.484, 8: 2.68}  # by ranks: a gather of 8192 x 8192, and a matmul with 7168 columns
 
-# 2 H200, from docs/performance.md: milliseconds with this number of chunks by puts (0: in sequence), and in sequence.
+# 2 H200, from docs/performance.md: the number of chunks of the chosen loop of puts (0: no loop), milliseconds of that choice, and
+# milliseconds in sequence.
 GATHER_OF_TWO = {
     (8192, 8192, 7168): (2, 1.229, 1.511),
     (8192, 8192, 1280): (4, 0.278, 0.508),

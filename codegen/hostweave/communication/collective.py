@@ -127,7 +127,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers shards one after another into one buffer. The own shard is not copied; its readers use the source."""
+    """Gathers shards one after another into one buffer. The rank's own shard is not copied; its readers use the source."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))

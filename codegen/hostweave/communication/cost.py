@@ -128,7 +128,7 @@ def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> 
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
-    """Seconds if each chunk is sent once it is computed, one after another. The own chunks come last."""
+    """Seconds if each chunk is sent once it is computed, one after another. The rank's own chunks come last."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

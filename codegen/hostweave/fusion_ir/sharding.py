@@ -127,7 +127,7 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
     """True if the ranks along axes can share the dims of a label.
 
-    Axes in zigzag cannot if indices into the dim, or into its blocks, are relative to the rank's first one.
+    Axes in zigzag cannot share a dim whose indices, or whose blocks, count from the rank's first one.
     """
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))

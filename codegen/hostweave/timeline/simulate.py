@@ -116,7 +116,7 @@ def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -
     awaited: tuple[Operation, ...] = ()
     gathering: Gathering | None = None
     for part, task in zip(meeting.parts, tasks, strict=True):
-        if gathering is None or meeting.awaited(part) is not awaited:  # one object for all tasks that await the same
+        if gathering is None or meeting.awaited(part) is not awaited:  # one object for all tasks that await the same operations
             awaited = meeting.awaited(part)
             others = list(dict.fromkeys(task_of[other] for other in awaited))
             gathering = Gathering(others, [], len(others))

@@ -257,7 +257,8 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // inside the Use: stop the other ranks before they continue
+  } catch (
+      const std::exception& error) {  // caught while this rank still uses the device: stops the other ranks before they continue
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

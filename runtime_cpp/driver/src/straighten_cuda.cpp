@@ -141,8 +141,8 @@ class Straightening {
     return false;
   }
 
-  // Each event once: an event that the graph awaits was recorded before its launch, or by the graph itself in the order of its
-  // edges.
+  // Adds each event once. That suffices: an event that the graph awaits was recorded before its launch, or is recorded by the
+  // graph itself, in the order of its edges.
   static void add(cudaEvent_t event, std::vector<cudaEvent_t>& events) {
     if (std::ranges::find(events, event) == events.end()) events.push_back(event);
   }

@@ -44,7 +44,7 @@ class CallLog {
   void launches(LoggedOps* ops);
 
   // While it lives, the present thread adds lines: to the call that has begun, or else to the ops of a capture. A capture has
-  // milestones if `is_marked`, which only `prepare_capture` may say.
+  // milestones if `is_marked`. Pass the result of `prepare_capture`.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);

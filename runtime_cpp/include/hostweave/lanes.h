@@ -196,7 +196,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   if constexpr (kMost == 0) {
     if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
   } else {
-    __shared__ int counts[kMost][kGroups];  // later the next place of a group in a part
+    __shared__ int counts[kMost][kGroups];  // elements of a group in a part; later the place of its next element
     const GroupOrder<U> order{y, kGroups, x.length};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
               parts = warps < kMost ? warps : kMost;

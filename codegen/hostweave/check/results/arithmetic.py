@@ -20,7 +20,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-HASHED, JOINED = LANES, DUAL  # exp is a random function, or exp of a sum the product of exps
+HASHED, JOINED = LANES, DUAL  # exp is a random function; or exp of a sum is the product of exps
 
 
 @cache

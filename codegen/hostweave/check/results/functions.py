@@ -364,7 +364,7 @@ class _Bits:
         return Exact(np.asarray(self.function.reduce(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims)))
 
 
-# --- functions that differ in a word ----------------------------------------------------------------------------------
+# --- families of functions --------------------------------------------------------------------------------------------
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:

@@ -58,7 +58,8 @@ class Difference:
 
 
 def _seeds(elements: float) -> int:
-    """Returns the number of seeds: several for small programs, because a wrong comparison shows only for numbers between the two bounds."""
+    """Returns the number of seeds: several for small programs, because a comparison with a wrong bound shows only for numbers between that
+    bound and the right one."""
     if elements > MANY:
         return 1 if elements > VERY_MANY else 2
     return max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))

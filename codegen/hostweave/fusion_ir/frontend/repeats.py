@@ -222,7 +222,7 @@ class _Repeats:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order; adjacent operands of successive calls become rows of columns.
+        """Inputs in order. Where operands of successive calls are adjacent, all of them become one entry: the columns that they belong to.
 
         Raises _Unfit if the inputs do not hold a column in this order.
         """

@@ -70,7 +70,8 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of an op's result. Reshards to another mesh and functions state it; other ops take that of their operands."""
+    """Mesh of an op's result. A reshard to another mesh states the mesh, and so does a function. The result of any other op is on the mesh
+    of its operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:

@@ -174,7 +174,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Order that waits at the start of a stream block create. Only a record at the end of the block covers all of it."""
+        """Adds the order from waits at the start of a stream block, and from a record at its end. Other records do not cover the whole
+        block."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
