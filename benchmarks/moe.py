@@ -126,11 +126,15 @@ def _through(ranks: int) -> Fusion:
 
 
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
-    """Rows go to the ranks of their experts and back, without products."""
+    """Rows go to the ranks of their experts and back, without products.
+
+    Each number of tokens has a program that states it, so that the cost model weighs copy engines against NCCL.
+    """
     import torch
 
-    group, program = hw.init(), hw.compile(_through(ranks), target="cuda")
+    group = hw.init()
     for tokens in (128, 4096):
+        program = hw.compile(_through(ranks), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
         torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
@@ -141,7 +145,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
         if rank == 0:
             print(f"{tokens} tokens: {sent / 1e6:.1f} MB each way, by a copy engine {2e3 * H200.link('put', ranks).seconds(sent):.3f} ms")
         yield {f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, {ranks} GPUs": ours, "torch all_to_all, known counts": of_torch}
-    program.close()
+        program.close()
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
