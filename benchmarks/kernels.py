@@ -73,6 +73,12 @@ def _quantized_columns(ops: Any, x: Any, scale: Any) -> Any:
     return ops.quantized(x, scale).T
 
 
+def _quantized_both(ops: Any, x: Any, scale: Any) -> Any:
+    """Operands for both gradients of a linear: the quantised values and their transpose."""
+    values = ops.quantized(x, scale)
+    return values, values.T
+
+
 def _softmax(ops: Any, x: Any) -> Any:
     return ops.softmax(x)
 
@@ -108,6 +114,7 @@ CASES = (
     Case("RMSNorm + quantise", _quantized_norm, ("MH", "H"), ("8MH", "fM1")),
     Case("SwiGLU + quantise", _quantized_swiglu, ("MF", "MF"), ("8MF", "fM1")),
     Case("quantise, transpose", _quantized_columns, ("MH", "f11"), ("8HM",)),
+    Case("quantise, both", _quantized_both, ("MH", "f11"), ("8MH", "8HM")),
     Case("softmax", _softmax, ("MH",), ("MH",)),
     Case("rotary", _rotary, ("NMD", "MC", "MC"), ("NMD",)),
     Case("row sum", _row_sum, ("MH",), ("M",)),

@@ -226,6 +226,7 @@ OWN_SEMANTICS = {
     "passes/host/serialize_channels.py",
     "passes/host/software_pipeline.py",
     "passes/host/split_reductions.py",
+    "passes/host/transpose_beside.py",
     "passes/lower/buffers.py",
 }
 

@@ -53,6 +53,7 @@ from hostweave.passes.host.sink_views import sink_views
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.passes.host.split_reductions import split_reductions
+from hostweave.passes.host.transpose_beside import transpose_beside
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType
@@ -81,6 +82,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     lower_to_host,
     split_reductions,
     fuse_kernels,
+    transpose_beside,
     reduce_few_rows,
     fold_epilogues,
     group_communications,

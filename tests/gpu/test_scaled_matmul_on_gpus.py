@@ -73,6 +73,23 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
             assert error <= 1.01 * float((theirs.double() - exact).abs().max() / exact.abs().max()) + 2.0**-20
 
 
+def test_quantised_and_transposed_by_one_kernel() -> None:
+    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+
+    @hw.fusion(x=hw.bf16["M", 264], s=hw.f32[1, 1])
+    def both(x: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        values, _ = hw.quantize(x, "tensor", scale=s)
+        return values, values.T
+
+    program = hw.compile(both, target="cuda")
+    for rows in (1, 100, 1024):
+        x = random.standard_normal((rows, 264)).astype(ml_dtypes.bfloat16)
+        values, turned = program.run(x=x, s=np.full((1, 1), 0.25, np.float32))
+        wanted = (x.astype(np.float32) * 4).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        np.testing.assert_array_equal(values.view(np.uint8), wanted)
+        np.testing.assert_array_equal(turned.view(np.uint8), wanted.T)
+
+
 def test_two_gpus() -> None:
     """Operands gathered in a chunk loop by put, and results scattered."""
     if len(gpus()) < 2:

@@ -39,6 +39,11 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     links = Links(_unshared(program))
     while links.fuse(links.is_free) or links.fuse() or links.join():  # free launches first, while they are separate kernels
         pass
+    return finished(links)
+
+
+def finished(links: "Links") -> ir.HostProgram:
+    """The program after all changes, with a name for each kernel, and the reason why it ends."""
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
 
@@ -359,7 +364,7 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
     for src, parameter in zip(consumer.srcs, second.inputs, strict=True):
         if links.root(src) in handed:
             dst, name = handed[links.root(src)]
-            ops.extend(_viewed(links.path(src, dst) or [], name, parameter.name, links.types, taken))
+            ops.extend(viewed(links.path(src, dst) or [], name, parameter.name, links.types, taken))
         else:
             inputs[src] = parameter
     returned = (*(renamed[name] for name, dst in made.items() if dst in kept), *(result.name for result in second.results))
@@ -395,7 +400,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
     return replace(op.renamed(names), result=replace(op.result, name=names[op.result.name]))
 
 
-def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """Views on the way to a buffer, as ops. The last one has the buffer's name."""
     for view in path:
         (out,) = tree.names(view, "view")

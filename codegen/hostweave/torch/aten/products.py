@@ -88,23 +88,32 @@ def _of_rows(x: hw.Tensor) -> hw.Tensor:
     return x if x.ndim == 2 else hw.reshape(x, str(product(x.type.shape[:-1])), str(x.type.shape[-1]))
 
 
-def _scaled(a: hw.Tensor, b: hw.Tensor, scaling: str, of_a: DType, blocks_of_b: str, out: DType) -> hw.Tensor:
-    """a [M, K] times the transpose of b [N, K], both quantised along K."""
-    values, scales = hw.quantize(a, scaling, of_a)
-    weights, scales_of_weights = hw.quantize(b, blocks_of_b if scaling == "block" else scaling)
-    return hw.scaled_matmul(values, weights.T, scales, scales_of_weights.T, out_dtype=out)
+Scaled = tuple[hw.Tensor, hw.Tensor]  # values and scales
 
 
-def _scaled_rows(x: hw.Tensor, weight: hw.Tensor, scaling: str, of_x: DType) -> hw.Tensor:
-    made = _scaled(_of_rows(x), weight, scaling, of_x, "block2d", x.dtype)
-    return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight.type.shape[0])))
+def _turned(scaled: Scaled) -> Scaled:
+    return scaled[0].T, scaled[1].T
+
+
+def _product(a: Scaled, b: Scaled, out: DType) -> hw.Tensor:
+    """The product of a [M, K] and the transpose of b [N, K], both quantised along K."""
+    return hw.scaled_matmul(a[0], b[0].T, a[1], b[1].T, out_dtype=out)
+
+
+def _scaled_rows(x: hw.Tensor, weight: Scaled, scaling: str, of_x: DType) -> hw.Tensor:
+    made = _product(hw.quantize(_of_rows(x), scaling, of_x), weight, x.dtype)
+    return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight[0].type.shape[0])))
+
+
+def _weight(weight: hw.Tensor, scaling: str) -> Scaled:
+    return hw.quantize(weight, "block2d" if scaling == "block" else scaling)
 
 
 @aten("hostweave.scaled_linear.default")
 def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, scaling: str) -> hw.Tensor:
     if x.ndim == 1:
         return hw.squeeze(_scaled_linear(result, hw.expand_dims(x, 0), weight, bias, scaling), 0)
-    made = _scaled_rows(x, weight, scaling, hw.f8e4m3)
+    made = _scaled_rows(x, _weight(weight, scaling), scaling, hw.f8e4m3)
     return made if bias is None else made + bias
 
 
@@ -132,13 +141,18 @@ def _of_gradients(scaling: str) -> DType:
 
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    return _scaled_rows(dy, weight, scaling, _of_gradients(scaling))
+    """The gradient of the rows, by the transposed weight. With the scale of a tensor, its values are those of the weight, transposed."""
+    of_weight = _turned(_weight(weight.T, scaling)) if scaling == "tensor" else _weight(weight, scaling)
+    return _scaled_rows(dy, of_weight, scaling, _of_gradients(scaling))
 
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
-    """The gradient of a weight, a sum over rows. Blocks are 128 rows."""
-    return _scaled(_of_rows(dy).T, _of_rows(x).T, scaling, _of_gradients(scaling), "block", x.dtype)
+    """The gradient of a weight, a sum over rows. Blocks are 128 rows. With the scale of a tensor, dy has the values of `scaled_product`."""
+    dy, x, of_gradients = _of_rows(dy), _of_rows(x), _of_gradients(scaling)
+    if scaling == "tensor":
+        return _product(_turned(hw.quantize(dy, scaling, of_gradients)), _turned(hw.quantize(x, scaling)), x.dtype)
+    return _product(hw.quantize(dy.T, scaling, of_gradients), hw.quantize(x.T, scaling), x.dtype)
 
 
 @aten("scaled_dot_product_attention.default")

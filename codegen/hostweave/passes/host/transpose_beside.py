@@ -1,0 +1,93 @@
+"""Writes a transposed copy of a kernel's result in the kernel itself, by tiles, so that nothing reads the result again.
+
+    launch @astype_q %x -> %q
+    matmul %q, %w -> %y                             %q_by_rows = allocate f8e4m3[K, M]
+    %q_transposed = permute %q by [1, 0]            launch @astype_q_by_rows %x -> %q, %q_by_rows
+    %q_by_rows = allocate f8e4m3[K, M]    becomes   matmul %q, %w -> %y
+    copy %q_transposed -> %q_by_rows                matmul %q_by_rows, %v -> %z
+    matmul %q_by_rows, %v -> %z
+
+with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both. A kernel that
+reduces stays as it is, since it has no tiles.
+"""
+
+from dataclasses import replace
+
+from hostweave.analysis.def_use import DefUse, Place
+from hostweave.fusion_ir.ir import Value
+from hostweave.fusion_ir.ops.definition import unsharded
+from hostweave.host_ir import ir, tree
+from hostweave.kernel_ir.loops import BY_TILE
+from hostweave.kernel_ir.pipeline import stages
+from hostweave.options import Options
+from hostweave.passes.host.fuse_kernels import Links, finished, viewed
+
+
+def transpose_beside(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    given = program
+    while (changed := _changed(program, options)) is not None:
+        program = changed
+    return program if program is given else finished(Links(program))
+
+
+def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None:
+    """The program with one more copy in a kernel. None if no copy fits."""
+    links = Links(program)
+    made = {dst: place for place, launch in links.launches.items() for dst in launch.dsts}
+    for copy in links.uses.places:
+        for source in tree.names(copy.instruction, "read") if copy.instruction.copies else ():
+            result = links.root(source)
+            path = links.path(source, result) if result in made else None
+            may_move = path and len(path) == 1 and _may_move(links.uses, copy, made[result], result)
+            if path and may_move and (changed := _with_copy(links.uses, copy, made[result], path, options)):
+                return changed
+    return None
+
+
+def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
+    """True if the copy can be made right after the launch that makes its operand."""
+    (dst,) = tree.names(copy.instruction, "write")
+    if copy.body is not first.body or copy.number < first.number or len(uses.types[result].shape) != 2:
+        return False
+    is_new = dst in uses.allocates and uses.allocates[dst].body is copy.body
+    is_returned = not copy.loop and any(parameter.name == dst and not parameter.memory for parameter in uses.program.outputs)
+    is_first = all(touch.number >= copy.number for touch in uses.touches[dst])
+    writers = [touch for touch in uses.touches[result] if result in map(uses.root, tree.names(touch.instruction, "write"))]
+    return (is_new or is_returned) and is_first and writers == [first]
+
+
+def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
+    """The program whose first launch also writes the copy. None if its blocks would not transpose tiles."""
+    (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
+    (result,) = tree.names(path[0], "alias")
+    types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}
+    ops = tuple(viewed(path, result, dst, types, set()))
+    kernel = ir.Kernel(f"copy {copy.number}", (ir.Parameter(result, unsharded(types[result])),), ops)
+    launch = ir.Launch(kernel.name, (result,), (dst,), location=location)
+    edits: dict[int, tree.Instruction | tree.Body] = {copy.number: (), first.number: (first.instruction, launch)}
+    if allocated := uses.allocates.get(dst):
+        edits |= {allocated.number: (), first.number: (allocated.instruction, first.instruction, launch)}
+    links = Links(replace(program, body=tree.edited(program.body, edits), kernels=(*program.kernels, kernel)))
+    producer = next(place for place in links.launches if place.instruction is first.instruction)
+    found = links.union(producer)
+    if isinstance(found, str) or len(found) > 1:
+        return None
+    (merged,) = found
+    buffers = [links.types[name] for name in (*merged.launch.srcs, *merged.launch.dsts)]
+    if stages(merged.kernel, buffers, options.figures)[-1][1].distribution != BY_TILE:
+        return None
+    links.fuse(lambda place: place is producer)
+    links.kernels[merged.kernel.name] = _rounded_apart(merged.kernel)
+    return links.fused()
+
+
+def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
+    """The kernel with a cast of the transposed operand in place of a transposed cast, since stores of 8-bit floats round pairs."""
+    *ops, last = kernel.ops
+    cast = next(op for op in ops if op.result.name == last.operands[0])
+    if cast.kind != "astype":
+        return kernel
+    types = {parameter.name: parameter.type for parameter in kernel.inputs} | {op.result.name: op.result.type for op in ops}
+    (wide,), name = cast.tensors, f"{last.result.name}_wide"
+    turned = replace(last, operands=(wide,), result=Value(name, replace(last.result.type, dtype=types[wide].dtype)))
+    return replace(kernel, ops=(*ops, turned, replace(cast, operands=(name,), result=last.result)))
