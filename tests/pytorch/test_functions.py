@@ -96,7 +96,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda x, w: torch.ones(8) + x,
         r"torch.add: a torch.Tensor of shape \(8,\) is not a tensor of the fusion",
     ),
-    "dropout": (lambda x, w: F.dropout(x), "dropout with p=0.5 in a module that trains is not supported in a forward program"),
+    "dropout": (lambda x, w: F.dropout(x), r"dropout with p=0.5 of a tensor of a fusion has no seed; use hw.dropout\(x, 0.5, seed\)"),
+    "attention with dropout": (
+        lambda x, w: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        "attention with dropout_p=0.5 of tensors of a fusion has no seed; use hw.scaled_dot_product_attention",
+    ),
     "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),
     "a size as a number": (
         lambda x, w: F.kl_div(x, x, reduction="batchmean"),

@@ -134,10 +134,6 @@ COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compiled({"up": ColwiseParallel()}, mesh=hw.Mesh(a=2, b=2)),
         r'plan: "up": a ParallelStyle needs one mesh axis, but mesh\(a=2, b=2\) has 2; name one of them tp',
     ),
-    "dropout": (
-        lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train()),
-        "dropout with p=0.5 in a module that trains is not supported in a forward program; call module.eval",
-    ),
     "compiled before": (
         lambda: hostweave.torch.compile(compiled(), hw.Mesh(tp=2), {}, (X,)),
         "the module is already compiled; pass the original module",

@@ -263,7 +263,7 @@ def test_1f1b_keeps_few_micro_batches() -> None:
         ({"mesh": {"dp": 2, "tp": 2}}, "has no axis pp for the stages"),
         ({"plan": {"nothing": "-, -"}}, '"nothing" matches none of the parameters, inputs or modules of a stage'),
         ({"tied": True}, "up.weight of stage 1 is up.weight of stage 0, and each parameter belongs to one stage"),
-        ({"module": nn.Dropout()}, "has dropout, which is not supported in a pipeline"),
+        ({"module": nn.Dropout()}, "draws random numbers, as dropout does, which is not supported in a pipeline"),
         ({"module": nn.BatchNorm1d(WIDTH)}, "writes to .* in forward, which is not supported in a pipeline"),
     ],
 )

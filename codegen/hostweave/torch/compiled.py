@@ -25,6 +25,7 @@ from hostweave.runtime.providers import Threads
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.caches import continued
 from hostweave.torch.graph import Graph, is_complex
+from hostweave.torch.randomness import new_seeds
 from hostweave.torch.ranges import Ranges
 from hostweave.torch.state import State
 
@@ -279,7 +280,8 @@ class CompiledModule(Delegating):
 
         All ranks of the group call it together, and launch together. It makes the call once. A launch reads the current contents of the
         same tensors, and writes the same results: write new arguments with `copy_`. Launches see writes to parameters, but not parameters
-        that are replaced by other tensors. Raises the errors of a call and of `Program.capture`, and ArgumentError if no group was joined.
+        that are replaced by other tensors. Each launch draws new random numbers. Raises the errors of a call and of `Program.capture`, and
+        ArgumentError if no group was joined.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -296,6 +298,10 @@ class CompiledModule(Delegating):
 
         def launch(stream: Any) -> None:
             copies.renew(stream)
+            if self._graph.seeds is not None:  # each launch draws other numbers
+                seeds = arrays[self._graph.names[self._graph.seeds]]
+                with _on(stream, seeds):
+                    seeds.copy_(new_seeds(len(seeds), seeds.device))
             call.launch(stream)
 
         return Captured(launch, arrays, lambda: returned)
@@ -472,7 +478,17 @@ class CompiledModule(Delegating):
                 raise ArgumentError(
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
+        if self._graph.seeds is not None:
+            arrays[self._graph.names[self._graph.seeds]] = new_seeds(self._count_of_seeds, self._device)
         return arrays
+
+    @property
+    def _count_of_seeds(self) -> int:
+        return 0 if self._graph.seeds is None else int(self._graph.seeds.meta["val"].numel())
+
+    @property
+    def _device(self) -> torch.device:
+        return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
 
 
 def alone(device: torch.device) -> Group:

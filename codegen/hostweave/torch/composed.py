@@ -410,8 +410,41 @@ def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: flo
     return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
 
 
+def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The rule of an op that fills a tensor with a function of random numbers and of the op's parameters."""
+
+    def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
+        if generator is not None:
+            raise ProgramError("random numbers of another generator are not supported; leave generator= out")
+        wide = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float32
+        return value(numbers(torch.empty_like(x, dtype=wide)), *parameters).to(x.dtype)
+
+    return rule
+
+
+def _normal(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> torch.Tensor:
+    return _filled(torch.randn_like, lambda z: z * std + mean)(like, generator=generator)
+
+
+# ops of a tensor that draw, such as x.exponential_()
+_DRAWN: dict[Any, Callable[..., Any]] = {
+    aten.uniform.default: _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low),
+    aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
+    aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
+    aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
+    aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),
+    aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),
+    aten.normal_functional.default: _filled(torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
+    aten.log_normal.default: _filled(torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
+    aten.exponential.default: _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate),
+    aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
+    aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
+}
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
     **windows.POOLING,
+    **_DRAWN,
     **SPECIAL,
     **LINALG,
     aten.cross_entropy_loss.default: cross_entropy,

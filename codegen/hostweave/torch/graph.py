@@ -22,6 +22,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
 from hostweave.torch.plan import AxesOfDims, Layouts
+from hostweave.torch.randomness import SEEDS, with_seeds
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
@@ -33,7 +34,7 @@ RESHARD = "hostweave.reshard.default"  # op that states the sharding of a value
 class Origin:
     """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module with this name and value.
 
-    A "written" one is a buffer that the forward pass of a training program writes to.
+    A "written" one is a buffer that the forward pass of a training program writes to. "seeds" are new random numbers in each call.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Graph:
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
     uniform: dict[Node, Any] = field(default_factory=dict)  # constants with equal elements, and the number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
+    seeds: Node | None = None  # the input that has a seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # nodes whose values raise an error after a call
     tokens: int = 0  # how many outputs order the checks, and come first
     is_derived_from: bool = False  # its ops are decomposed after the derivative is computed
@@ -89,6 +91,8 @@ class Graph:
                 self.names[node] = unique_name(origin.name or node.name, taken)
             elif origin.kind == "constant":
                 self.constants[node] = origin.value
+            elif origin.kind == "seeds":
+                self.names[node], self.seeds = unique_name(origin.name, taken), node
             else:
                 self.names[node] = unique_name(name_of(origin.name), taken)
                 self.parameters[self.names[node]] = origin.name
@@ -279,7 +283,7 @@ COMPLEX = "compute with real and imaginary parts"
 _INSTEAD = {
     **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
-    **dict.fromkeys(("rand", "randn", "bernoulli", "randn_like", "rand_like", "randint_like", "multinomial"), _RANDOM),
+    **dict.fromkeys(("multinomial", "randperm", "poisson", "binomial"), _RANDOM),
     "as_strided": "it reads memory outside of its tensor: use slices, or unfold",
 }
 
@@ -317,6 +321,8 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))
         origins[node] = Origin(_KINDS[spec.kind], name, value)
+    if (seeds := with_seeds(exported.graph)) is not None:
+        origins[seeds] = Origin("seeds", SEEDS)
     tokens = sum(spec.kind is OutputKind.TOKEN for spec in exported.graph_signature.output_specs)
     spec = exported.call_spec.out_spec
     return Graph(

@@ -44,7 +44,6 @@ from hostweave.torch.plan import AxesOfDims, Layouts, text_of
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-SEEDS = "dropout_seeds"  # the argument of the programs that has a number for each dropout
 _SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.default", "_assert_tensor_metadata.default")
 
 
@@ -54,11 +53,10 @@ class Joint:
 
     outer: Graph  # the exported graph
     sources: list[Node]  # the nodes of `outer` that the joint graph takes
-    origins: list[Origin]  # the meanings of `sources`, then the seeds
+    origins: list[Origin]  # the meanings of `sources`
     results: list[Node]  # the nodes of `outer` that are computed
     differentiable: list[bool]  # True for each result that has a gradient
     whole: GraphModule  # results, then the gradients of all sources
-    dropouts: int
     needs_gradient: dict[str, bool]  # by name of an argument
 
     @cached_property
@@ -195,7 +193,8 @@ class Joint:
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
         """The arguments of a program that are sources, by name, with the number of each."""
-        named = ((graph.names[node], self.source_of(node)) for node in graph.arguments if node in graph.names)
+        taken = [*graph.arguments, *([] if graph.seeds is None else [graph.seeds])]
+        named = ((graph.names[node], self.source_of(node)) for node in taken if node in graph.names)
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
@@ -237,42 +236,35 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
                 sources.append(argument)
     origins = [replace(_origin_of(outer, node), kind="written") if node in outer.written else _origin_of(outer, node) for node in sources]
     fakes = [_fake(outer, node, origin, needs_gradient) for node, origin in zip(sources, origins, strict=True)]
-    dropouts = [node for node in outer.nodes if _dropped(node)]
-    if dropouts:
-        origins.append(Origin("argument", SEEDS))
-        fakes.append(fakes[0].new_empty(len(dropouts), dtype=torch.uint32, requires_grad=False))
     differentiable: list[bool] = []
     losses = _losses(results) if of_loss else results
     patterns, derivatives = _patterns(outer), Derivatives(outer)
 
-    def compute(nodes: Sequence[Node], env: Env, seeds: Mapping[Node, torch.Tensor]) -> None:
+    def compute(nodes: Sequence[Node], env: Env) -> None:
         for node in nodes:
             with set_current_meta(node):
-                env[node] = _computed(outer, env, node, seeds.get(node), patterns.get(node))
+                env[node] = _computed(outer, env, node, patterns.get(node))
 
-    def compute_layer(layer: Layer, env: Env, seeds: Mapping[Node, torch.Tensor]) -> None:
-        own = [node for node in layer.nodes if node in seeds]
-
+    def compute_layer(layer: Layer, env: Env) -> None:
         def results(*begun: torch.Tensor) -> list[torch.Tensor]:
-            inside = ChainMap(dict(zip(layer.arguments, begun, strict=False)), env)
-            compute(layer.nodes, inside, dict(zip(own, begun[len(layer.arguments) :], strict=True)))
+            inside = ChainMap(dict(zip(layer.arguments, begun, strict=True)), env)
+            compute(layer.nodes, inside)
             return [inside[node] for node in layer.results]
 
-        taken = [*(env[node] for node in layer.arguments), *(seeds[node] for node in own)]
+        taken = [env[node] for node in layer.arguments]
         env.update(zip(layer.results, derivatives.results(layer, taken, results), strict=True))
 
     def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        env: dict[Node, Any] = dict(zip(sources, flat, strict=False))
-        seeds = dict(zip(dropouts, flat[-1].unbind() if dropouts else (), strict=True))
+        env: dict[Node, Any] = dict(zip(sources, flat, strict=True))
         derivatives.restart()
         with preserve_node_meta():
             computed = set[Node]()
             for node in outer.nodes:
                 if node in derivatives.layers:
-                    compute_layer(derivatives.layers[node], env, seeds)
+                    compute_layer(derivatives.layers[node], env)
                     computed.update(derivatives.layers[node].nodes)
                 elif node not in computed:
-                    compute([node], env, seeds)
+                    compute([node], env)
         made = tuple(env[node].clone() if node in losses else env[node].detach().clone() for node in results)
         differentiable[:] = [value.requires_grad for value in made]
         return made
@@ -294,7 +286,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     expect_known(_computed_of(made.graph))
     _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
-    return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
+    return Joint(outer, sources, origins, results, differentiable, made, needs_gradient)
 
 
 def _computed_of(graph: Any) -> list[Node]:
@@ -339,14 +331,6 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
     return made
 
 
-def _dropped(node: Node) -> bool:
-    """True if an op draws random numbers."""
-    op, args = op_of(node), node.args
-    if op == ATTENTION:
-        return bool((args[4] if len(args) > 4 else 0.0) or node.kwargs.get("dropout_p"))
-    return op in ("dropout.default", "native_dropout.default") and bool(args[1]) and args[2] is not False
-
-
 def _patterns(outer: Graph) -> dict[Node, Any]:
     """Patterns that depend on constants: the word of attention's mask, and the operands of rotary embeddings."""
     found: dict[Node, Any] = {}
@@ -359,7 +343,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
     return {node: what for node, what in found.items() if what}
 
 
-def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
+def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
     """Computes a node of the exported graph, with ops that have custom derivatives if possible."""
 
     def value(of: Node) -> Any:
@@ -371,7 +355,7 @@ def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, patt
     made: Any
     op = op_of(node)
     if op == ATTENTION:
-        made = _attention(node, value, args, kwargs, seed, pattern)
+        made = _attention(node, value, args, kwargs, pattern)
     elif op == "linear.default" and args[0].ndim > 1:
         made = ops.linear(args[0], args[1], args[2] if len(args) > 2 else None)
     elif op in ("matmul.default", "mm.default", "bmm.default") and min(args[0].ndim, args[1].ndim) > 1:
@@ -380,15 +364,14 @@ def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, patt
         made = args[0] + matmul(*args[1:])
     elif op == "silu.default":
         made = Silu.apply(*args)  # type: ignore[no-untyped-call]
-    elif seed is not None:
-        made = ops.dropout(args[0], seed, args[1])
-        made = (made, None) if op == "native_dropout.default" else made
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
     elif op == "view.default":  # strides come from single-device kernels, and have no meaning here
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
         made = with_derivative(args[1], args[0])
+    elif op == "hostweave.random.default":  # has no derivative
+        made = node.target(*(one.detach() if isinstance(one, torch.Tensor) else one for one in args))
     elif op == "hostweave.detach.default":
         made = args[0].detach()
     else:
@@ -401,7 +384,7 @@ def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, patt
     return made
 
 
-def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor | None, word: str | None) -> Any:
+def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) -> Any:
     defaults: list[Any] = [None, 0.0, False]
     q, k, v, mask, p, causal = list(args) + defaults[len(args) - 3 :]
     p, causal, scale = kwargs.get("dropout_p", p), kwargs.get("is_causal", causal), kwargs.get("scale")
@@ -411,7 +394,7 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor
     if all(pair := [repeated(argument) for argument in node.args[1:3]]):
         (k, v), gqa = map(value, pair), True
     if p or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
-        return composed_attention(q, k, v, mask, p, causal, scale, gqa, seed)
+        return composed_attention(q, k, v, mask, p, causal, scale, gqa, kwargs.get("seed"))
     return ops.attention(q, k, v, None if mask is None else _as_bias(mask, q, k), causal, scale, gqa)[0]
 
 

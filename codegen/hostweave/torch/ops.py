@@ -194,6 +194,12 @@ _op(
     lambda needed, dy, seed, p: (ops.dropout(dy, seed, p), None, None),
     lambda i, _: i[1:],
 )
+LIBRARY.define("random(Tensor seed, Tensor? like, SymInt[] size, ScalarType dtype, str kind, int low, int high) -> Tensor")
+LIBRARY.impl(
+    "hostweave::random",
+    lambda seed, like, size, dtype, *_: seed.new_empty(size if like is None else like.shape, dtype=dtype),
+    "Meta",
+)
 _op(
     "reshard(Tensor x, str layout) -> Tensor",
     lambda x, _: x.new_empty(x.shape),

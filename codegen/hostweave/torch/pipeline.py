@@ -618,9 +618,10 @@ def _stage(
         path = outer.origins[next(iter(outer.written))].name
         why = f"stage {number} writes to {path} in forward, which is not supported in a pipeline"
         raise ProgramError(f"{_HERE}: {why}; use a module without such state, such as LayerNorm for BatchNorm")
+    if outer.seeds is not None:
+        why = f"stage {number} draws random numbers, as dropout does, which is not supported in a pipeline"
+        raise ProgramError(f"{_HERE}: {why}; set its probability to 0, or make them an input")
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
-    if joint.dropouts:
-        raise ProgramError(f"{_HERE}: stage {number} has dropout, which is not supported in a pipeline; set its probability to 0")
     name = f"stage_{number}"
     graph = joint.forward_graph()
     forward = _Part(graph, *traced_function(graph, f"{name}_forward", options))

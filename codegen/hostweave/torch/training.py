@@ -18,7 +18,7 @@ from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.torch.compiled import CompiledModule, ProgramPart, tensor_of
-from hostweave.torch.joint import SEEDS, Joint
+from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
 
 Compile = Callable[..., Program]  # compiles a graph, with `end` appended to the module's name
@@ -51,10 +51,8 @@ class Differentiated(CompiledModule):
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
         """The tensor for this position of the joint graph; None for a constant."""
         origin = self._joint.origins[number]
-        if origin.kind != "argument":
+        if origin.kind not in ("argument", "seeds"):
             return self._held[number]
-        if origin.name == SEEDS:  # drawn from torch's generator, so that torch.manual_seed repeats them
-            return torch.randint(2**31, (self._joint.dropouts,)).to(torch.uint32).to(self._device)
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
             raise ArgumentError(
@@ -62,10 +60,6 @@ class Differentiated(CompiledModule):
                 "or detach() it"
             )
         return tensor
-
-    @property
-    def _device(self) -> torch.device:
-        return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
         """The arguments of a call by their nodes, and the arguments of the joint graph. Raises ArgumentError if they differ from compile

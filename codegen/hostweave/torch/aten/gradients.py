@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 import hostweave as hw
+from hostweave.fusion_ir.frontend.composites import MAX_RANDOM_DIMS
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.shapes import beside, first, numbered, padded
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
@@ -38,10 +41,38 @@ def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none"
 
 @aten("hostweave.dropout.default")
 def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tensor:
-    if p >= 1:
-        return full(result, 0)
-    flat = hw.reshape(x, *x.shape[: x.ndim - 4], -1) if x.ndim > 4 else x
-    return hw.dropout(flat, p, seed)
+    return full(result, 0) if p >= 1 else _as_drawn(x, lambda flat: hw.dropout(flat, p, seed))
+
+
+def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
+    """Draws for a tensor. Merges its later dims first if it has more dims than the counter of the generator."""
+    if x.ndim <= MAX_RANDOM_DIMS:
+        return draw(x)
+    return hw.reshape(draw(hw.reshape(x, *x.shape[:3], -1)), *x.shape)
+
+
+@aten("hostweave.random.default")
+def _random(
+    result: Result, seed: hw.Tensor, like: hw.Tensor | None, size: Any, dtype: torch.dtype, kind: str, low: int, high: int
+) -> hw.Tensor:
+    """Random numbers of the shape of a result: "uniform" in [0, 1), "normal", or "integers" from low to below high."""
+
+    def draw(x: hw.Tensor) -> hw.Tensor:
+        if kind == "integers":
+            if high - low > 2**24:
+                raise refuse(f"integers from {low} to {high} have more than 2^24 values, and a number has 24 random bits; draw two parts")
+            return cast(hw.astype(hw.floor(hw.uniform(x, seed) * (high - low)), hw.i64) + low, dtype)
+        first, second = hw.uniform(x, seed), hw.uniform(x, seed, 1)
+        if kind == "normal":  # Box and Muller, 1958
+            if dtype == torch.float64:
+                first, second = cast(first, dtype), cast(second, dtype)
+            return cast(hw.sqrt(-2 * hw.log(1 - first)) * hw.cos(2 * math.pi * second), dtype)
+        if dtype == torch.float64:
+            return cast(first, dtype) + cast(second, dtype) * 2.0**-24
+        bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype)  # with more bits the greatest number would round to 1
+        return cast(hw.floor(first * 2.0**bits) * 2.0**-bits if bits else first, dtype)
+
+    return _as_drawn(full(Result((torch.float32,), result.shapes, seed), 0) if like is None else like, draw)
 
 
 # --- softmax, norms ---------------------------------------------------------------------------------------------------

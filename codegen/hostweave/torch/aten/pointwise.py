@@ -204,13 +204,13 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 
 @aten("dropout.default")
-def _dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
+def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
+    """Dropout that drops nothing. In modules other dropout has a seed."""
     if train and p:
-        why = f"dropout with p={p} in a module that trains is not supported in a forward program"
-        raise refuse(f"{why}; call module.eval(), or compile it with training=True")
+        raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x
 
 
 @aten("native_dropout.default")
-def _native_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> tuple[hw.Tensor]:
-    return (_dropout(result, x, p, train),)
+def _no_native_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> tuple[hw.Tensor]:
+    return (_no_dropout(result, x, p, train),)

@@ -159,8 +159,9 @@ def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling
 def _attention(
     result: Result, q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, mask: Any = None, p: float = 0.0, is_causal: bool = False, **named: Any
 ) -> hw.Tensor:
-    if p:
-        raise refuse(f"attention with dropout_p={p} is not supported; call module.eval()")
+    if p and "seed" not in named:
+        raise refuse(f"attention with dropout_p={p} of tensors of a fusion has no seed; use hw.scaled_dot_product_attention")
+    named |= {"dropout_p": p} if p else {}
     if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # one head of keys for all queries
         named["enable_gqa"] = True
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)

@@ -1,0 +1,101 @@
+"""Ops that draw random numbers: each gets a seed, an element of an additional argument of the program."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from hostweave.base.errors import ProgramError
+from hostweave.torch.ops import ops
+
+SEEDS = "random_seeds"  # the argument of the programs that has a number for each op
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
+_DRAWN = {  # the distribution of each op
+    "rand.default": "uniform",
+    "randn.default": "normal",
+    "rand_like.default": "uniform",
+    "randn_like.default": "normal",
+    "randint.default": "integers",
+    "randint.low": "integers",
+    "randint_like.default": "integers",
+    "randint_like.low_dtype": "integers",
+}
+
+
+def new_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """Seeds of a call, u32. They come from torch's CPU generator, so that torch.manual_seed repeats them."""
+    return torch.randint(2**31, (count,)).to(torch.uint32).to(device)
+
+
+def with_seeds(graph: Graph) -> Node | None:
+    """Rewrites the ops of a graph that draw random numbers. Returns the argument that holds their seeds, or None if there are none."""
+    drawn = [node for node in graph.nodes if _draws(node)]
+    if not drawn:
+        return None
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    of = next(
+        value for node in (*placeholders, *drawn) for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)
+    )
+    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(drawn[0]):
+        seeds = graph.placeholder(SEEDS)
+    seeds.meta["val"] = of.new_empty(len(drawn), dtype=torch.uint32)
+    last = seeds
+    for number, node in enumerate(drawn):
+        with graph.inserting_after(last):
+            seed = graph.call_function(torch.ops.aten.select.int, (seeds, 0, number))
+        seed.meta["val"], last = of.new_empty((), dtype=torch.uint32), seed
+        _seed(graph, node, seed)
+    return seeds
+
+
+def _draws(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    args: Any = node.args
+    if node.target is _ATTENTION:
+        return bool((args[4] if len(args) > 4 else 0.0) or node.kwargs.get("dropout_p"))
+    if node.target in _DROPOUT:
+        return bool(args[1]) and (args[2] if len(args) > 2 else node.kwargs.get("train")) is not False
+    return str(node.target).removeprefix("aten.") in _DRAWN
+
+
+def _seed(graph: Graph, node: Node, seed: Node) -> None:
+    """Gives an op its seed."""
+    args: Any = node.args
+    if node.target is _ATTENTION:
+        node.kwargs = {**node.kwargs, "seed": seed}
+    elif node.target in _DROPOUT:
+        if node.target is _DROPOUT[1]:
+            _take_result(graph, node)
+        node.target, node.args, node.kwargs = ops.dropout.default, (args[0], seed, args[1]), {}
+    else:
+        node.target, node.args, node.kwargs = ops.random.default, _arguments(node, seed), {}
+
+
+def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
+    name, given = str(node.target).removeprefix("aten."), list(node.args)
+    like = given.pop(0) if "_like" in name else None
+    size: Any = given.pop() if like is None else []
+    low, high = (0, 0) if not given else (0, given[0]) if len(given) == 1 else given
+    for bound in (low, high):
+        if not isinstance(bound, int):
+            raise ProgramError(f"aten.{name}: the bound {bound} is not a number that is known at compile; scale torch.rand")
+    return seed, like, size, node.meta["val"].dtype, _DRAWN[name], low, high
+
+
+def _take_result(graph: Graph, node: Node) -> None:
+    """Makes a node that returns a result and a mask one that returns the result."""
+    for user in list(node.users):
+        if user.target is operator.getitem and user.args[1] == 0:
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+        elif user.users:
+            raise ProgramError("aten.native_dropout: its mask is used, and only its result is supported; use torch.nn.functional.dropout")
+        else:
+            graph.erase_node(user)
+    node.meta["val"] = node.meta["val"][0]

@@ -1,0 +1,124 @@
+"""Modules that draw random numbers: repeatable by the seed, new in each call, the same on every mesh, and of torch's distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+X = torch.linspace(-1, 1, 64 * 96).reshape(64, 96)
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Any) -> Any:
+        return self.draw(x)
+
+
+def compiled(draw: Callable[..., Any], ranks: int = 2, x: Any = X) -> Any:
+    plan = {"x": ", ".join(["tp", *["-"] * (x.ndim - 1)])}
+    return hostweave.torch.compile(Drawing(draw).train(), hw.Mesh(tp=ranks), plan, (x,))
+
+
+# a function of x, then the mean, the standard deviation, the least and the greatest possible value of its results
+DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
+    "rand": (lambda x: torch.rand(64, 96) + 0 * x, 0.5, 12**-0.5, 0, 1),
+    "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float64), 0.5, 12**-0.5, 0, 1),
+    "rand of bf16": (lambda x: torch.rand_like(x, dtype=torch.bfloat16).float(), 0.5, 12**-0.5, 0, 1 - 2**-8),
+    "randn": (lambda x: torch.randn(x.shape) + 0 * x, 0, 1, -6, 6),
+    "randn_like": (lambda x: torch.randn_like(x), 0, 1, -6, 6),
+    "randint": (lambda x: torch.randint(3, 8, (64, 96)).float() + 0 * x, 5, 2**0.5, 3, 7),
+    "randint_like": (lambda x: torch.randint_like(x, 5), 2, 2**0.5, 0, 4),
+    "bernoulli": (lambda x: torch.bernoulli(0 * x + 0.25), 0.25, (3 / 16) ** 0.5, 0, 1),
+    "normal_": (lambda x: torch.empty_like(x).normal_(2, 3), 2, 3, -16, 20),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1, 4 * 12**-0.5, -1, 3),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2), 0.5, 0.5, 0, 9),
+    "log_normal_": (lambda x: torch.empty_like(x).log_normal_(0, 0.25), 2.718281828 ** (1 / 32), 0.262, 0, 5),
+    "geometric_": (lambda x: torch.empty_like(x).geometric_(0.5), 2, 2**0.5, 1, 25),
+    "cauchy_": (lambda x: torch.empty_like(x).cauchy_().atan(), 0, 3.14159265 * 12**-0.5, -1.58, 1.58),
+    "dropout": (lambda x: F.dropout(torch.ones_like(x), 0.25), 1, 3**-0.5, 0, 1.34),
+    "dropout of 5 dims": (lambda x: F.dropout(torch.ones_like(x).reshape(8, 2, 4, 8, 12), 0.25), 1, 3**-0.5, 0, 1.34),
+}
+
+
+@pytest.mark.parametrize(("draw", "mean", "deviation", "least", "greatest"), DRAWN.values(), ids=DRAWN)
+def test_numbers_have_the_distribution(draw: Callable[..., Any], mean: float, deviation: float, least: float, greatest: float) -> None:
+    model = compiled(draw)
+    torch.manual_seed(1)
+    first, second = model(X), model(X)
+    torch.manual_seed(1)
+    assert torch.equal(model(X), first)
+    assert not torch.equal(second, first)
+    assert (first.dtype, first.shape) == (draw(X).dtype, draw(X).shape)
+    of = first.double()
+    assert of.min() >= least
+    assert of.max() <= greatest
+    assert abs(of.mean() - mean) < 5 * deviation / X.numel() ** 0.5
+    assert abs(of.std() - deviation) < 0.05 * deviation
+
+
+def test_numbers_are_the_same_on_every_mesh_and_differ_between_ops() -> None:
+    def draw(x: Any) -> Any:
+        return torch.rand_like(x), torch.rand_like(x), F.dropout(x, 0.5)
+
+    made = []
+    for ranks in (1, 4):
+        model = compiled(draw, ranks)
+        torch.manual_seed(3)
+        made.append(model(X))
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(made[0][0], made[0][1])
+
+
+def test_attention_drops_weights() -> None:
+    """The mean over many heads is that of attention without dropout."""
+    q = torch.randn(1, 512, 4, 4, generator=torch.Generator().manual_seed(0))
+    model = compiled(
+        lambda q: F.scaled_dot_product_attention(q[:, :1].expand_as(q), q[:, :1].expand_as(q), q[:, :1].expand_as(q), dropout_p=0.25), 1, q
+    )
+    torch.manual_seed(0)
+    made, want = model(q), F.scaled_dot_product_attention(*[q[:, :1]] * 3)
+    assert made.std(1).max() > 0.05
+    torch.testing.assert_close(made.mean(1, keepdim=True), want, rtol=0, atol=0.15)
+
+
+def test_training_draws_the_same_numbers_in_its_backward_pass() -> None:
+    weight = nn.Parameter(torch.ones(64, 96))
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Any) -> Any:
+            noise = torch.randn_like(self.weight) * torch.rand(64, 1)
+            return (self.weight * noise * x).sum(), noise
+
+    model = hostweave.torch.compile(Noisy(), hw.Mesh(tp=2), {"weight": "tp, -"}, (X,), training=True)
+    loss, noise = model(X)
+    loss.backward()
+    torch.testing.assert_close(weight.grad, noise * X)
+    assert noise.std() > 0.3
+
+
+def test_other_draws_are_refused() -> None:
+    with pytest.raises(ProgramError, match=r"integers from 0 to 100000000 have more than 2\^24 values"):
+        compiled(lambda x: torch.randint(0, 10**8, (64, 96)) + x)
+    with pytest.raises(ProgramError, match=r"poisson.* draw random numbers outside, and make them an input"):
+        compiled(lambda x: torch.poisson(x + 1))
+    with pytest.raises(ProgramError, match="generator"):
+        compiled(lambda x: torch.empty_like(x).normal_(generator=torch.Generator()))
