@@ -187,11 +187,14 @@ def continued(given: Any, returned: Any) -> None:
                     vars(own).update(vars(new))
 
 
-def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
-    """Allocates the tensors of layers without any, in the shapes that the module requests while `run` calls it. `run` takes a copy of the
-    cache, and a function that converts other arguments to tensors without memory.
+Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # the number of each layer that is asked for tensors, and for which
+
+
+def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
+    """The tensors that a module requests of layers without any, while `run` calls it. `run` takes a copy of the cache, and a function that
+    converts other arguments to tensors without memory.
     """
-    trial, asked = deepcopy(cache), list[tuple[int, Any, Any]]()
+    trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
 
         def note(*args: Any, at: int = number, own: Callable[..., None] = layer.lazy_initialization, **kwargs: Any) -> None:
@@ -202,6 +205,11 @@ def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Non
     # Modules take the same branch as in torch.export. For example, experts use ops that fake tensors support.
     with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+    return asked
+
+
+def allocate(cache: Any, asked: Requests) -> None:
+    """Allocates the tensors of layers without any."""
     for number, args, kwargs in asked:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
         cache.layers[number].lazy_initialization(*args, **kwargs)

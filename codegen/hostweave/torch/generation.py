@@ -71,6 +71,7 @@ class Generation:
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of dims of caches that the plan shards, by name; 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
+        self._requests: list[tuple[object, caches.Requests]] = []  # the tensors of caches, by form of the cache and sizes
         self._parameters = tuple(inspect.signature(module.forward).parameters)  # read once: it takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
@@ -160,16 +161,20 @@ class Generation:
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
-            empty = caches.Form(cache)
+            empty, sizes = caches.Form(cache), _sizes(kwargs, self._word)
             with self._lock:
-                caches.allocate(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
+                asked = next((one for of, one in self._requests if of == (empty, sizes)), None)
+                if asked is None:  # the module takes a second to say it
+                    asked = caches.requests(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
+                    self._requests.append(((empty, sizes), asked))
+            caches.allocate(cache, asked)
             allocated = caches.Form(cache)
         program = self._program(kwargs, is_whole=is_new or group is None)
         if group is not None and is_new:
             whole = caches.shapes(cache)
             caches.continued(kwargs, program.cut(kwargs, group.rank))
             self._whole |= {name: tuple(map(_if_other, whole[name], has)) for name, has in caches.shapes(cache).items()}
-            self._ranks[group.rank].kept = caches.Kept(cache, empty, allocated, _sizes(kwargs, self._word))
+            self._ranks[group.rank].kept = caches.Kept(cache, empty, allocated, sizes)
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
