@@ -89,7 +89,7 @@ def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
 
 
 def _take_result(graph: Graph, node: Node) -> None:
-    """Makes a node that returns a result and a mask one that returns the result."""
+    """Changes a node that returns a result and a mask, so that it returns only the result."""
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == 0:
             user.replace_all_uses_with(node)

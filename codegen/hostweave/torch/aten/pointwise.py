@@ -205,7 +205,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Dropout that drops nothing. In modules other dropout has a seed."""
+    """Dropout that drops nothing. All other dropout in modules has a seed, and is another op."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x
