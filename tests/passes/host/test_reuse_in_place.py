@@ -51,3 +51,21 @@ def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
     x, s = np.random.default_rng(1).random((70, 300)).astype(np.float32), np.arange(70, dtype=np.float32)
     assert "cudaMemcpyAsync" in program.source
     np.testing.assert_allclose(program.run(x=x, s=s.copy()), s + (x * s[:, None]).sum(1), rtol=1e-5)
+
+
+def test_a_counter_is_counted_after_its_last_use() -> None:
+    """The kernel of the first result moves behind the kernel that reads the counter, so that nothing is copied."""
+
+    @hw.fusion(donate={"n": 0}, n=hw.i64[()], x=hw.f32["M", "N"])
+    def step(n: Any, x: Any) -> Any:
+        after = n + 1
+        return after, x * hw.astype(n, hw.f32)
+
+    program = hw.compile(step)
+    launches = [line.split()[1] for line in str(program.host).splitlines() if line.startswith("  launch")]
+    assert len(launches) == 2
+    assert launches[-1].startswith("@add")
+    assert "copy %" not in str(program.host)
+    x = np.random.default_rng(0).random((5, 8)).astype(np.float32)
+    for made, wanted in zip(program.run(n=np.asarray(3), x=x), (4, x * 3), strict=True):
+        np.testing.assert_array_equal(made, wanted)

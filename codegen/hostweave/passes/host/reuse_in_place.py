@@ -8,9 +8,10 @@
     matmul %a, %v -> %t                       matmul %a, %v -> %t
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
-A copy between shared memory is removed. An instruction may write in place if each element depends only on its own index. Kernels state this
-for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed in place if all reads
-of the input come before. Otherwise it is copied there at the end.
+A copy between shared memory is removed. A kernel whose result is only copied moves to the copy, and writes where the copy would.
+An instruction may write in place if each element depends only on its own index. Kernels state this for each input, and it holds for the
+accumulation of a matmul. A result in the memory of a donated input is computed in place if all reads of the input come before. Otherwise it
+is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from hostweave.types.size import product
 def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     sharing = _Sharing(def_use(program))
     returning = ((place, (sharing.is_returned_there,)) for place in reversed(sharing.uses.places if sharing.donated else ()))
-    others = ((place, (sharing.takes_over, sharing.begins_there)) for place in sharing.uses.places)
+    others = ((place, (sharing.takes_over, sharing.begins_there, sharing.is_computed_there)) for place in sharing.uses.places)
     for place, ways in chain(returning, others):
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
@@ -119,6 +120,33 @@ class _Sharing:
             if not (is_before or touch.number > place.number or (touch is first and self._overwrites(touch, new, old))):
                 return False
         self._merge(place, old, new, uses.allocates[old].number, (self._reshaped(old, self.donated[new]),))
+        return True
+
+    def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
+        """Moves the kernel that computes the operand of a copy to the copy, if nothing else uses the operand."""
+        uses, old, new = self.uses, self.root(src), self.root(dst)
+        first, *users = self.touches[old]
+        launch = first.instruction
+        if not place.instruction.copies or old not in uses.allocates or users != [place] or not isinstance(launch, ir.Launch):
+            return False
+        if (
+            launch.kernel not in self.kernels
+            or launch.dsts != (src,)
+            or first.body is not place.body
+            or {first.number, place.number} & self.gone
+        ):
+            return False
+        if self.viewed.get(old) or not (self._alike(src, dst) and uses.is_whole(dst)) or not self._overwrites(first, new, old):
+            return False
+        read = {self.root(name) for name in launch.srcs}
+        for between in uses.places[first.number + 1 : place.number]:
+            i = between.instruction
+            if i.orders or any(self.root(name) in read for name in tree.names(i, "write", "free")):
+                return False
+        self.before[place.number] = (*self.before.get(place.number, ()), replace(launch, dsts=(dst,)))
+        self.gone |= {uses.allocates[old].number, first.number, place.number}
+        for root in read:
+            self.touches[root] = sorted({*self.touches[root], place} - {first}, key=lambda place: place.number)
         return True
 
     # --- conditions ---

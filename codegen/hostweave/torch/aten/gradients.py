@@ -257,12 +257,8 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
         at = [slice(None)] * (part.ndim - 1)
         halves.append([wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
     (first, second), (c1, c2), (s1, s2) = halves
-    is_first = hw.expand_dims(hw.iota(hw.reshape(x, *x.shape[:-1], 2, -1), x.ndim - 1) == 0, -1)
-    if back:
-        turned = hw.where(is_first, first * c1 + second * s2, second * c2 - first * s1)
-    else:
-        turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
-    return hw.reshape(cast(turned, result.dtype), *x.shape)
+    both = (first * c1 + second * s2, second * c2 - first * s1) if back else (first * c1 - second * s1, second * c2 + first * s2)
+    return hw.reshape(cast(hw.concat(both, x.ndim - 1), result.dtype), *x.shape)
 
 
 @aten("slice_scatter.default")
