@@ -85,7 +85,7 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
     logits."""
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
-    module = model_of("Llama")
+    module = model_of("Llama", num_hidden_layers=2)
     ids = torch.randint(3, VOCABULARY, (2, 9))
     wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
@@ -143,7 +143,7 @@ def test_graphs_of_tokens() -> None:
 
 def test_caches_of_the_user() -> None:
     """A cache may be passed. Tokens are appended to it as by the module."""
-    module = model_of("Llama")
+    module = model_of("Llama", num_hidden_layers=2)
     ids = torch.randint(3, VOCABULARY, (1, 6))
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
     found = []
@@ -155,7 +155,7 @@ def test_caches_of_the_user() -> None:
 
 
 def test_refusals() -> None:
-    module = model_of("Llama")
+    module = model_of("Llama", num_hidden_layers=2)
     ids = torch.ones(1, 4).long()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
     for wrong in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
