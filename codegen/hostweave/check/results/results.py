@@ -210,9 +210,9 @@ class Results:
     def compare_at_all(self, checked: Sequence[Case], has_stated_sizes: bool) -> None:
         """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has cases of the proof of order."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
-        wanted: dict[int, Wanted] = {}
+        wanted: dict[tuple[tuple[str, int], ...], Wanted] = {}
         for sizes, instances, met in checked if has_stated_sizes else cases(self.fusion, self.program, known):
-            self.compare(instances, met, wanted.setdefault(id(sizes), Wanted(self.fusion, sizes)))
+            self.compare(instances, met, wanted.setdefault(tuple(sizes.items()), Wanted(self.fusion, sizes)))
 
     def compare(self, instances: Instances, met: Sequence[MatchedCollective], wanted: Wanted) -> None:
         """Raises ProgramError for the first element of an output that differs, and names the pass that introduced the difference."""
@@ -261,8 +261,8 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
         if each := each or with_far_branches(program, near):
             case = known.get(tuple(at.items())) if each is program else None
             case = case or _case(each, at)
-            executed = {id(operation.instruction): operation.instruction for operations in case[1].ranks for operation in operations}
-            ran = set(map(_without_values, tree.walk(tuple(executed.values()))))
+            executed = {operation.instruction for operations in case[1].ranks for operation in operations}
+            ran = set(map(_without_values, tree.walk(tuple(executed))))
             needed += [case] if not needed or has_blocks or ran & left else []
             left -= ran
     return needed
