@@ -127,23 +127,19 @@ class _Sharing:
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
-        if not place.instruction.copies or old not in uses.allocates or users != [place] or not isinstance(launch, ir.Launch):
+        is_kernel = any(name in self.kernels for name in tree.names(launch, "launch")) and not (launch.posts or launch.exchanges)
+        if not place.instruction.copies or old not in uses.allocates or users != [place] or not is_kernel:
             return False
-        if (
-            launch.kernel not in self.kernels
-            or launch.dsts != (src,)
-            or first.body is not place.body
-            or {first.number, place.number} & self.gone
-        ):
+        if tree.names(launch, "write") != (src,) or first.body is not place.body or {first.number, place.number} & self.gone:
             return False
         if self.viewed.get(old) or not (self._alike(src, dst) and uses.is_whole(dst)) or not self._overwrites(first, new, old):
             return False
-        read = {self.root(name) for name in launch.srcs}
+        read = {self.root(name) for name in tree.names(launch, "read")}
         for between in uses.places[first.number + 1 : place.number]:
             i = between.instruction
             if i.orders or any(self.root(name) in read for name in tree.names(i, "write", "free")):
                 return False
-        self.before[place.number] = (*self.before.get(place.number, ()), replace(launch, dsts=(dst,)))
+        self.before[place.number] = (*self.before.get(place.number, ()), tree.with_names(launch, {src: dst}, "write"))
         self.gone |= {uses.allocates[old].number, first.number, place.number}
         for root in read:
             self.touches[root] = sorted({*self.touches[root], place} - {first}, key=lambda place: place.number)
