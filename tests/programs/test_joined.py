@@ -10,6 +10,7 @@ import pytest
 from compiled_fusions import compiled, lowered
 
 import hostweave as hw
+from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
@@ -17,6 +18,7 @@ from hostweave.runtime.cpu import seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
+SIZES = ({"M": 13, "N": 16, "V": 7, "P": 5}, {"M": 1, "N": 7, "V": 3, "P": 0})
 TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: values are about 1
 
 
@@ -81,13 +83,25 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
     """Rows are uneven, or there are fewer rows than ranks. Vectors fit into all parts, or not."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
-    for sizes in ({"M": 13, "N": 16, "V": 7, "P": 5}, {"M": 1, "N": 7, "V": 3, "P": 0}):
+    for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)
         wanted = run_reference(fusion, arrays)
         with seeded(0):
             results = compiled(fusion).run(**arrays)
         for output, got, want in zip(lowered(fusion).outputs, results, wanted, strict=True):
             np.testing.assert_allclose(got.astype(want.dtype), want, allowed, allowed, err_msg=f"{output.name} at {sizes}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpus(), reason="needs a GPU")
+@pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
+def test_on_a_gpu(make: Callable[[int, DType], Fusion]) -> None:
+    fusion = make(1, hw.bf16)
+    for sizes in SIZES:
+        arrays = arrays_of(fusion, sizes)
+        results = compiled(fusion, "cuda").run(**arrays)
+        for got, want in zip(results, run_reference(fusion, arrays), strict=True):
+            np.testing.assert_allclose(got.astype(want.dtype), want, TOLERANCE["bf16"], TOLERANCE["bf16"], err_msg=str(sizes))
 
 
 def test_a_part_is_computed_only_where_it_is_used() -> None:

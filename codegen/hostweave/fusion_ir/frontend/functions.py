@@ -334,7 +334,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    A sharded dim is gathered before it is joined. Operands are computed directly into the result if possible.
+    A sharded dim is gathered before it is joined. Kernels join pointwise operands; other ops compute theirs directly into the result.
 
     Raises ProgramError for an empty list, or tensors that do not fit.
 
