@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
 from hostweave.torch.special import SPECIAL  # noqa: E402
 
 aten = torch.ops.aten
@@ -60,3 +64,35 @@ def test_polynomials(op: object, degree: int) -> None:
 def test_float64_is_refused() -> None:
     for op in OF_ONE:
         assert SPECIAL[op](torch.ones(2, dtype=torch.float64)) is NotImplemented
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_powers_of_integers_wrap(dtype: Any) -> None:
+    """A negative exponent gives 0, unless the base is 1 or -1."""
+
+    class Powers(torch.nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            return a**b, 3 ** b.abs(), torch.pow(a, 5)
+
+    base = torch.tensor([0, 1, 2, 3, 5, 7, 0, 1, -1, -1, 2, 3, -2]).to(dtype)
+    exponent = torch.tensor([100, 3, 70, 90, 2, 120, -1, -2, -3, -4, -1, 0, 5]).to(dtype)
+    made = hostweave.torch.compile(Powers(), hw.Mesh(tp=1), {}, (base, exponent))(base, exponent)
+    for one, other in zip(made, Powers()(base, exponent), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_of_quantile_and_frexp() -> None:
+    x = torch.tensor([[0.3, -5.0, 2.0, 1.5], [1e-3, 8.0, -0.7, 100.0]], requires_grad=True)
+
+    class Both(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.quantile(x, torch.tensor([0.1, 0.6]), dim=1).sum() + (torch.frexp(x)[0] * x.detach()).sum()
+
+    made = []
+    for module in (hostweave.torch.compile(Both(), hw.Mesh(tp=1), {}, (x,), training=True), Both()):
+        x.grad = None
+        module(x).backward()
+        made.append(x.grad)
+    torch.testing.assert_close(*made)

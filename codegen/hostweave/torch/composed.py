@@ -397,7 +397,7 @@ def frexp(x: torch.Tensor) -> Any:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
     half = exponent // 2  # 2^exponent may be infinite
-    mantissa = torch.ldexp(torch.ldexp(wide, -half), half - exponent)
+    mantissa = wide * torch.pow(2.0, (-half).to(wide.dtype)) * torch.pow(2.0, (half - exponent).to(wide.dtype))
     up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
     mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))
     exponent = exponent + up.to(torch.int32) - down.to(torch.int32)

@@ -10,7 +10,7 @@ import hostweave as hw
 from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, dtype_of, full, number_of, refuse
 
 _SAME_NAME = """
-abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma
+exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma
 sigmoid relu silu floor ceil trunc round
 """
 
@@ -21,6 +21,7 @@ def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
 
 for _name in _SAME_NAME.split():
     _unary(_name, getattr(hw, _name))
+_unary("abs", lambda x: x if x.dtype.kind == "uint" else hw.abs(x))
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
 _unary("square", lambda x: x * x)
@@ -49,7 +50,7 @@ TABLE |= {
     ),
     **dict.fromkeys(
         ("masked_fill.Scalar", "masked_fill.Tensor"),
-        lambda result, x, mask, value: hw.where(mask, cast(value, result.dtype), x),
+        lambda result, x, mask, value: _where(result, mask, value, x),
     ),
     **dict.fromkeys(
         ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default", "prims.convert_element_type.default"),
@@ -141,12 +142,29 @@ TABLE |= {
 }
 
 
+def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
+    """The power of integers by squaring, which wraps as torch's does. A negative exponent gives 0, unless the base is 1 or -1."""
+    base = a if isinstance(a, hw.Tensor) else exponent * 0 + int(a)
+    made, rest, square = base * 0 + exponent * 0 + 1, exponent, base
+    is_signed = exponent.dtype.kind == "int"
+    for _ in range(exponent.dtype.itemsize * 8 - is_signed):
+        made = hw.where((rest & 1) == 1, made * square, made)
+        rest, square = rest >> 1, square * square
+    if not is_signed:
+        return made
+    odd = (exponent & 1) == 1
+    inverse = hw.where(base == 1, 1, hw.where(base == -1, hw.where(odd, base, 1), base * 0))
+    return hw.where(exponent < 0, inverse, made)
+
+
 def _pow(a: Any, b: Any) -> Any:
     """Uses sqrt, rsqrt and reciprocal for the same exponents as torch. They differ from a power: sqrt(-inf) is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
         return reduce(operator.mul, factors)
+    if isinstance(exponent, hw.Tensor) and exponent.dtype.kind != "float":
+        return _int_pow(a, exponent)
     if isinstance(exponent, hw.Tensor) or exponent not in (0.5, -0.5, -1):
         return a**exponent
     return {0.5: hw.sqrt, -0.5: hw.rsqrt, -1: hw.reciprocal}[exponent](a)
