@@ -308,19 +308,8 @@ function @layer(%x: f32[M@x, E]) {
     ("ops", "expected"),
     [
         ("%y: f32[E, M] = permute_dims(%h, axes=(1, 0))", ["%y_2 = permute %h by [1, 0]", "copy %y_2 -> %y"]),
-        (
-            "%y: f32[M, 2*E] = concat(%h, %x, axis=1)",
-            ["%y_0 = slice %y[1: E from 0]", "copy %h -> %y_0", "%y_1 = slice %y[1: E from E]", "copy %x -> %y_1"],
-        ),
-        (
-            "%y: f32[M, (E + 1)] = pad(%h, low=(0, 0), high=(0, 1), value=0.0)",
-            [
-                "%y_inside = slice %y[1: E from 0]",
-                "copy %h -> %y_inside",
-                "%y_after = slice %y[1: 1 from E]",
-                "fill %y_after with 0.0",
-            ],
-        ),
+        ("%y: f32[M, 2*E] = concat(%h, %x, axis=1)", ["launch @concat_y %h, %x -> %y"]),
+        ("%y: f32[M, (E + 1)] = pad(%h, low=(0, 0), high=(0, 1), value=0.0)", ["launch @pad_y %h -> %y"]),
     ],
 )
 def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:

@@ -51,9 +51,11 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
         return False
     is_new = dst in uses.allocates and uses.allocates[dst].body is copy.body
     is_returned = not copy.loop and any(parameter.name == dst and not parameter.memory for parameter in uses.program.outputs)
+    if not (is_new or is_returned):  # a view of other memory
+        return False
     is_first = all(touch.number >= copy.number for touch in uses.touches[dst])
     writers = [touch for touch in uses.touches[result] if result in map(uses.root, tree.names(touch.instruction, "write"))]
-    return (is_new or is_returned) and is_first and writers == [first]
+    return is_first and writers == [first]
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
