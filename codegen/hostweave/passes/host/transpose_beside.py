@@ -47,7 +47,8 @@ def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None
 def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
     """True if the copy can be made right after the launch that makes its operand."""
     (dst,) = tree.names(copy.instruction, "write")
-    if copy.body is not first.body or copy.number < first.number or len(uses.types[result].shape) != 2:
+    is_whole = uses.root(dst) == dst and len(uses.types[result].shape) == 2
+    if copy.body is not first.body or copy.number < first.number or not is_whole:
         return False
     is_new = dst in uses.allocates and uses.allocates[dst].body is copy.body
     is_returned = not copy.loop and any(parameter.name == dst and not parameter.memory for parameter in uses.program.outputs)
