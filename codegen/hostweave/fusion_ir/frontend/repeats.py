@@ -93,17 +93,19 @@ def _counts_up(column: Column) -> bool:
 def repeat_calls(fusion: Fusion) -> Fusion:
     """Replaces runs of calls by repeats. Returns the fusion itself if there are none."""
     unfit: set[object] = set()
+    groups: dict[Column, bool] = {}
     while True:
         try:
-            found = _Repeats(fusion, unfit)
+            found = _Repeats(fusion, unfit, groups)
             return _Rewriting(found).fusion() if found.runs else fusion
         except _Unfit as one:
             unfit.add(one.what)
 
 
 class _Repeats:
-    def __init__(self, fusion: Fusion, unfit: set[object]):
-        self.fusion, self.unfit = fusion, unfit
+    def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool]):
+        """`groups` keeps for each column of inputs if its names and types are those of a group. Every attempt fills it further."""
+        self.fusion, self.unfit, self.groups = fusion, unfit, groups
         self.values = fusion.values()
         self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
         self.made = {op.result.name: op for op in fusion.ops}
@@ -216,8 +218,12 @@ class _Repeats:
 
     def is_group(self, column: Column) -> bool:
         """True if these inputs can be a group: their names count up, and they are of one type."""
-        is_fit = column not in self.unfit and all(name in self.inputs for name in column)
-        return is_fit and len({self.values[name].type for name in column}) == 1 and _counts_up(column)
+        if column not in self.groups:
+            are_inputs = all(name in self.inputs for name in column)
+            self.groups[column] = (
+                are_inputs and _counts_up(column) and all(self.values[name].type == self.values[column[0]].type for name in column)
+            )
+        return self.groups[column] and column not in self.unfit
 
     # --- groups of inputs and outputs ---
 
