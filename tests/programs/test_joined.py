@@ -33,7 +33,9 @@ def joined(ranks: int, t: DType) -> Fusion:
         stacked = hw.concat([hw.expand_dims(x * z, 0), hw.expand_dims(c + z, 0), hw.expand_dims(x, 0)], axis=0) - s
         outer = hw.concat([x[:, :1] * w, z[:, 1:], c + w, x - s], axis=1) * hw.cos(w)
         below = (hw.concat([x[:, 0] * 2, z[:, 0], x[:, 1]], axis=-1) > 0, hw.concat([w[:1], hw.exp(w), w[1:] * w[1:]], axis=0))
-        return turned, nested, stacked, outer, *below
+        inner = hw.concat([x[:, 1:3, :2], z[:, :2, :3], x[:, 1:3, 5:]], axis=2)
+        written = hw.concat([x[:, :1], inner, x[:, 3:]], axis=1) * 2  # a part along two dims
+        return turned, nested, stacked, outer, *below, written
 
     return joined
 

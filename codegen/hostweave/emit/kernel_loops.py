@@ -221,8 +221,8 @@ class LoopPrinter:
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
         if loops.is_linear(place) and not loops.transposed:
-            moved = (start * stride for _, stride, dim, start in terms if dim in loops.kept and start != ir.ZERO)
-            terms = [(self.element, ONE, loops.kept[-1], next(moved, ir.ZERO)), *terms[len(loops.kept) :]]
+            moved = sum((start * stride for _, stride, dim, start in terms if dim in loops.kept), ir.ZERO)
+            terms = [(self.element, ONE, loops.kept[-1], moved), *terms[len(loops.kept) :]]
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, place: str, lane: str = "") -> list[tuple[str, Size]]:
