@@ -50,7 +50,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         lines = list(calibrate())
     except ExecutionError as error:
-        if "something else uses them" not in str(error):
+        if "another program uses them" not in str(error):
             raise
         pytest.skip(str(error))
     measured = figures.measured(gpus())

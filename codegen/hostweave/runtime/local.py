@@ -125,7 +125,8 @@ class LocalProgram:
         native = self.native
         if native is None:
             return Stand(self.host.name, 0, 0)
-        return stand_of(self.host.name, native.progress(), native.standstill(), self.module)
+        position = native.standstill()  # before the counts, which then include the call that it describes
+        return stand_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
         """Frees the program's resources on the rank, after the current call."""
