@@ -14,7 +14,6 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from peers.report import print_machine, spread
 
 import hostweave as hw
@@ -86,10 +85,11 @@ def _shapes() -> dict[str, tuple[int, int]]:
     return {f"{name}_{i}": shape for i in range(LAYERS) for name, shape in of_layer.items()}
 
 
-def _arrays(ranks: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Input and weights."""
+def _arrays(ranks: int) -> tuple[Any, dict[str, Any]]:
+    """Input and weights, tensors of PyTorch."""
+    import torch
 
-    def random(shape: tuple[int, int]) -> torch.Tensor:
+    def random(shape: tuple[int, int]) -> Any:
         return torch.randn(shape, device="cuda:0", dtype=torch.bfloat16) / 64
 
     return random((ROWS * ranks, HIDDEN)), {name: random(shape) for name, shape in _shapes().items()}
