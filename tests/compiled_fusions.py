@@ -81,7 +81,7 @@ def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> di
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
-    """The same program with ints for its symbolic sizes, except sizes that count the tensors of groups."""
+    """The same program with ints for its symbolic sizes, except sizes that count the tensors of a parameter group."""
     given = {name: size for name, size in sizes.items() if name not in fusion.depths}
 
     def known(type: TensorType) -> TensorType:
@@ -150,5 +150,5 @@ def expect_every_way(
 
 
 def unrolled_ir(program: hw.Program) -> str:
-    """The fusion IR of a program with a call for each call of its repeats."""
+    """Fusion IR with every repeat unrolled into separate calls."""
     return str(unrolled(hw.Fusion.parse(program.fusion_ir)))

@@ -18,7 +18,7 @@ Machine::Blocked::Blocked() {
   try {
     get().start_workers();
   } catch (const std::system_error& error) {
-    get().fail(std::string("no other thread can replace one that waits for another process: ") + error.what());
+    get().fail(std::string("cannot start a worker in place of one that waits for another process: ") + error.what());
   }
 }
 

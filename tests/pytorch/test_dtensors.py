@@ -119,8 +119,8 @@ def test_zigzag(mesh: Any) -> None:
         x = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
         return message_of(lambda: program(x))
 
-    why = "negated: x: expected f32[M@zigzag(dp), 3], and no placement of a DTensor is zigzag; pass a tensor of this rank's two pieces"
-    assert on_ranks(call) == [why] * 4
+    why = "negated: x: expected f32[M@zigzag(dp), 3], and DTensor placements cannot express zigzag order"
+    assert on_ranks(call) == [f"{why}; pass a tensor of this rank's two pieces"] * 4
 
 
 def test_another_mesh(mesh: Any) -> None:

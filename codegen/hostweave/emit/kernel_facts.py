@@ -114,7 +114,7 @@ class KernelFacts:
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def lane_size(self, name: str) -> Size:
-        """Size of the dim of a value that no loop iterates over."""
+        """Size of the one dim of a value over which no loop iterates."""
         return self.types[name].shape[self.walked.lanes[name]]
 
     def size_of_lane(self, name: str) -> str:

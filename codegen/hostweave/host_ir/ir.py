@@ -41,7 +41,7 @@ MAX_CHARACTERS = 48  # largest number of letters in such a name
 class Parameter:
     """An input or output, with its global type. Each rank holds the part that HostProgram.local_type gives.
 
-    An output may use the memory of a donated input with the same dims, in any order, and overwrites it. A parameter in a window is in
+    An output may overwrite the memory of a donated input that has the same dims, possibly permuted. A parameter in a window is in
     memory that all ranks share, at the same offset on each, so peers can access it.
     """
 
@@ -66,7 +66,7 @@ class Kernel:
     name: str
     inputs: tuple[Parameter, ...]
     ops: tuple[Op, ...]
-    returned: tuple[str, ...] = ()  # names of its results, if they are more than the last value
+    returned: tuple[str, ...] = ()  # names of its results; empty if the last value is the only result
     ends: str = field(default="", compare=False)
 
     @property
@@ -126,7 +126,7 @@ class Channel:
     """A communicator of the ranks of a mesh that differ only along some axes, with its transport. Text: `tp: tp two_sided`."""
 
     name: str
-    mesh: Mesh  # the program's mesh, or one of some of its ranks
+    mesh: Mesh  # the program's mesh, or a mesh of a subset of its ranks
     axes: tuple[str, ...]
     transport: Transport
 
@@ -226,7 +226,7 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices. Programs that differ only in predicted times are equal to a build and to other ranks."""
+        """Text without the choices. Programs that differ only in predicted times share one build, and ranks accept them as equal."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -243,18 +243,18 @@ class HostProgram:
     @property
     @analysis
     def arguments(self) -> tuple[Parameter, ...]:
-        """The tensors that a caller passes: inputs, and the tensors of groups one by one."""
+        """The tensors that a caller passes: inputs, with each parameter group replaced by its tensors."""
         return tuple(_one_by_one(self.inputs, {}))
 
     @property
     @analysis
     def results(self) -> tuple[Parameter, ...]:
-        """The tensors that a caller gets: outputs, and the tensors of groups one by one."""
+        """The tensors that a caller gets: outputs, with each parameter group replaced by its tensors."""
         return tuple(_one_by_one(self.outputs, {p.name: p.group.names for p in self.inputs if p.group}))
 
     @analysis
     def depths(self) -> dict[str, int]:
-        """The number of tensors of its groups, by the size that counts them."""
+        """Maps each size that counts a parameter group to its number of tensors."""
         grouped = ((p.type.shape[0].name, p.group) for p in (*self.inputs, *self.outputs) if p.group)
         return {name: len(group.names) for name, group in grouped if name}
 

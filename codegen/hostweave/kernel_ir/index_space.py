@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType, strides_of
 
 
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
-    """Index space for the types of the kernel's inputs, then its results.
+    """Returns the index space. `buffers` are the types of the inputs, then of the results.
 
     Raises NotOneKernel if the ops do not fit in one kernel.
     """
@@ -44,7 +44,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> LoopDim:
-    """The dim of the only row of a kernel without kept indices. Its strides are those of contiguous rows."""
+    """Returns the loop dim, of size 1, of a kernel that keeps no index. Its strides are those of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}

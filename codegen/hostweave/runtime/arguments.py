@@ -90,7 +90,7 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
     if any(isinstance(dim.axes, Zigzag) for dim in type_.dims):
-        why = f"expected {type_}, and no placement of a DTensor is zigzag"
+        why = f"expected {type_}, and DTensor placements cannot express zigzag order"
         raise ArgumentError(f"{program}: {name}: {why}; pass a tensor of this rank's two pieces")
     sizes = dict(type_.mesh_in(mesh).axes)
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
@@ -130,7 +130,7 @@ class Bound:
         """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
-        # Arrays in the form that their library object uses.
+        # Arrays as `accept` returns them.
         self.arrays: dict[str, tuple[ArrayLibrary, Array]] = dict(before.arrays) if before else {}
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"

@@ -66,7 +66,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """All parts of an operation; an operation of one part is the same object on all ranks of a collective."""
+    """Joins the parts of an operation. Returns a single part itself, so that all ranks of a collective share one tuple."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
@@ -99,7 +99,7 @@ def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) 
 
 
 def name_of(operation: Operation) -> str:
-    """The user's names: the op and its result, as `matmul y_i`; all members of a group."""
+    """Name for the user: op and result, such as `matmul y_i`. A group gives the names of all its members."""
     if operation.members:
         return ", ".join(dict.fromkeys(map(name_of, operation.members)))
     i = operation.instruction

@@ -239,7 +239,7 @@ LIBRARY.impl("hostweave::function", lambda given, number: _CALLED[number].apply(
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One op that replaces a torch.autograd.Function. Equal calls have the same number, so that layers stay equal."""
+    """One op that replaces a torch.autograd.Function. Equal calls share one number, so that equal layers trace to equal graphs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
     number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))

@@ -19,7 +19,7 @@ PREFERRED = (
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
-# Capabilities of a transport: values of the trait `posts` of the instructions that it carries.
+# Kinds of instructions that a transport may support (their `posts`).
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
 SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
@@ -54,12 +54,12 @@ class Transport:
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop may move such shards. Registered memory has the same layout on all ranks."""
+        """True if a chunk loop may move shards with these two properties. Registered memory has the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
 def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transport | None:
-    """Returns the first transport that carries all of at least one of the sets `needs`, or None."""
+    """Returns the first transport that supports every communication of some set in `needs`, or None."""
     return next((transport for transport in transports if any(map(transport.carries.issuperset, needs))), None)
 
 

@@ -1,4 +1,4 @@
-// Ends waits for signals of a peer that is gone.
+// Aborts the waits for signals from a peer that has exited.
 #pragma once
 #include <nccl.h>
 

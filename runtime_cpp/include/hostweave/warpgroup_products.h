@@ -1,4 +1,4 @@
-// Products of groups by warpgroups of Hopper: one warp copies tiles of the operands to shared memory by the tensor memory
+// Grouped matmuls on Hopper warpgroups: one warp copies tiles of the operands to shared memory by the tensor memory
 // accelerator, and two warpgroups multiply them (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 // layouts and descriptors). Other GPUs have no such instructions, and never launch these kernels.
 #pragma once

@@ -20,7 +20,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-HASHED, JOINED = LANES, DUAL  # exp is a random function; or exp of a sum is the product of exps
+HASHED, JOINED = LANES, DUAL  # HASHED: exp is a random function. JOINED: exp(a + b) = exp(a) exp(b)
 
 
 @cache
@@ -66,7 +66,7 @@ def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
 
 
 def _philox(_: Any, i: Any, *others: Any) -> Any:
-    """Returns the numbers of NumPy: all operands are integers."""
+    """Computes philox with NumPy. The result is exact, because all operands are integers."""
     return Real.of(Exact(OPS["philox"].numpy(np, *values_of(Exact.of(i), *others))))
 
 
