@@ -1,10 +1,10 @@
 """Decoder MLP blocks with norms for few tokens, against torch: consecutive calls, so that host time counts.
 
-16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: shapes of 8B on one GPU, and of 70B at TP 8 on all
-GPUs of this machine. Milliseconds per call of the slowest rank: median over series of calls that all ranks start together. Random
-bf16 data. One process per GPU runs all variants alternately on the same arrays. One of our variants uses measured algorithms, as
-torch.compile does. For comparison, a copy reads and writes as many bytes as the weights have: no program can be faster than that
-bandwidth. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` one number of tokens.
+Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)) and ends with an all_reduce. Shapes are those of Llama 3: 8B on one GPU,
+and 70B at TP 8 on all GPUs of this machine. Milliseconds per call of the slowest rank: median over series of calls that all ranks start
+together. Random bf16 data. One process per GPU runs all variants alternately on the same arrays. One of our variants uses measured
+algorithms, as torch.compile does. For comparison, a copy reads and writes as many bytes as the weights have: no program can be faster than
+that bandwidth. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` one number of tokens.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Size for every name: `times` the smallest size that chunks and shards divide, and `more` in addition for sizes that may be uneven."""
+    """Returns `times` times the smallest size that chunks and shards divide, for every name. Adds `more` to sizes that may be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
@@ -132,7 +132,7 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
 def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
-    """Compares with NumPy in f64: parallel ranks, a seeded order, and the interpreter.
+    """Compares three runs with NumPy in f64: ranks in parallel, ranks in a seeded order, and the interpreter.
 
     Also checks that both IR texts are complete and that the program passes the check.
     """

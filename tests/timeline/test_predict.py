@@ -355,7 +355,9 @@ def predicted_gather(ranks: int, sizes: dict[str, int]) -> Timeline:
 
 def test_more_ranks_than_a_host_has_need_a_network() -> None:
     made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False, machine=H200))
-    with pytest.raises(ProgramError, match=r"mesh\(x=16\) has more ranks than a host, and the figures of NVIDIA H200 have no network"):
+    with pytest.raises(
+        ProgramError, match=r"mesh\(x=16\) has more ranks than one host has GPUs, and the figures of NVIDIA H200 state no network"
+    ):
         made.predict(ranks=16)
     with pytest.raises(ProgramError, match=r"Network: bandwidth=0\.0 is not a number above 0"):
         Network(0.0, 1e-6, "none")

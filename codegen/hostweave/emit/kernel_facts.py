@@ -1,4 +1,4 @@
-"""Facts of a kernel for its text: names of values and sizes, memory, accumulators, and the C++ of ops."""
+"""Names of values and sizes, memory, accumulators, and the C++ of ops that the source of a kernel uses."""
 
 from __future__ import annotations
 

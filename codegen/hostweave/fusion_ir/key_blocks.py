@@ -19,7 +19,7 @@ class BlockWriter(OpRewriter):
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # by log-sum-exps of all ranks: their maximum, the value to subtract, and the sum after that
+        # log-sum-exps of all ranks -> their maximum, the shift to subtract, and the sum of exp(lse - shift)
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:

@@ -50,7 +50,7 @@ def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequen
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Library of an array, and the array in the form that the library object uses, without a copy if possible.
+    """Returns the library of an array, and the array in the form that this library takes. Copies only if necessary.
 
     Raises ArgumentError with the names of program and parameter if the value is not an array, or has another dtype or number of
     dims. Also raises it if the array is not on a device of the target.
@@ -130,7 +130,7 @@ class Bound:
         """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
-        # Arrays as `accept` returns them.
+        # Arrays in the form that `accept` returns.
         self.arrays: dict[str, tuple[ArrayLibrary, Array]] = dict(before.arrays) if before else {}
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"

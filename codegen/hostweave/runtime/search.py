@@ -21,7 +21,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
 RANKED = 3  # alternatives to run per choice, besides the sequential one
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # repetitions of the alternatives of a choice, alternating
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # rounds over the alternatives; in each round, warm-up and timed calls of every alternative
 
 
 class Searched(Protocol):

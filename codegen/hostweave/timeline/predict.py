@@ -19,10 +19,10 @@ from hostweave.types.mesh import Sizes
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
     """The timeline of one call of `program`, which all ranks start at the same time. It does not include the time of the hosts.
 
-    Raises ProgramError if a size does not divide, or if the ranks need several hosts and the machine has no network.
+    Raises ProgramError if ranks or chunks do not divide a size, or if the ranks need several hosts and the machine has no network.
     """
     if program.mesh.size > HOST and machine.network is None:
-        why = f"{program.mesh} has more ranks than a host, and the figures of {machine.name} have no network"
+        why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} state no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
         raise ProgramError(f"{program.name}: predict: {why}; give {example}")
     instances = instantiate(program, sizes)

@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// sums[64, 256] += a[64, 16] b[16, 256], begun by a warpgroup. is_first: the sums were undefined.
+// sums[64, 256] += a[64, 16] b[16, 256], begun by a warpgroup. is_first: overwrites the sums, which are undefined.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -80,8 +80,8 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Registers of each thread of this warpgroup. The assembler of nvcc 13.0 crashes here without optimization, so only NVRTC sees
-// it.
+// Sets the number of registers of each thread. Only NVRTC compiles it: the assembler of nvcc 13.0 crashes on this instruction
+// without optimization.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -115,7 +115,7 @@ class WarpgroupProducts {
   // tile is stored, the next one is multiplied.
   static constexpr int kStaged = kOuter ? kColumns : 128;
   static_assert(kStages * kBytes + kRows * kStaged * 2 + 1024 <= kWarpgroupShared);
-  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // numbers of barriers: for both warpgroups, and for each
+  static constexpr int kAllBarrier = 1, kOwnBarrier = 2;  // barrier ids: one for both warpgroups, one for each
 
  public:
   __device__ WarpgroupProducts(const GroupedProblem& p, const GroupedMaps& maps, char* shared, uint64_t* barriers)

@@ -1,4 +1,4 @@
-"""The arithmetic of fusions and host programs in lanes: casts, calls of ops, and kernels of the user, which are random functions."""
+"""Arithmetic of fusions and host programs on arrays of several lanes: casts and ops. A user's kernel counts as a random function."""
 
 from __future__ import annotations
 
