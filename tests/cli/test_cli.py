@@ -299,7 +299,7 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
     assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; leave --ranks out")
     hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
     assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
-    assert "has more ranks than a host" in mistake_of(capsys, *hosts)
+    assert "has more ranks than one host has GPUs" in mistake_of(capsys, *hosts)
     assert mistake_of(capsys, *hosts, "--network", "fast") == "--network fast: write two numbers, as in --network 45e9,5e-6"
     assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: x: write NAME=NUMBER")
     assert "has no axis tp; its axes: x" in mistake_of(capsys, "timeline", P2P, "--ranks", "tp=4", *to)
