@@ -44,7 +44,7 @@ from hostweave.passes.lower import attention
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.placement import JOINS, placement_of
+from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.repeats import RepeatLowering
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.scaled_matmuls import ScaledMatmuls
@@ -265,7 +265,7 @@ class _Lowering:
 
     def compute(self, op: Op, steps: LoopSteps | None) -> None:
         sources, target = self.buffers.operands(op, steps), self.buffers.destination(op, steps)
-        if op.kind in JOINS and op.result.name not in self.placement.by_kernel:
+        if OPS[op.kind].parts and op.result.name not in self.placement.by_kernel:
             self.assemble(op, sources, target, steps)
         elif op.kind == "matmul":
             self.matmul(op, sources, target, steps)

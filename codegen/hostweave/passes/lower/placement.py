@@ -25,7 +25,6 @@ from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
 
-JOINS = ("concat", "pad")
 MOST_JOINED = 16  # operands that one kernel joins
 
 HEADS = 5  # largest number of an attention's operands that it reads with any strides
@@ -43,7 +42,7 @@ class Placement:
 
 
 def placement_of(flow: Dataflow) -> Placement:
-    by_kernel = frozenset(op.result.name for op in flow.fusion.ops if op.kind in JOINS and _is_by_kernel(flow, op))
+    by_kernel = frozenset(op.result.name for op in flow.fusion.ops if _is_by_kernel(flow, op))
     parts, loops = _parts(flow, by_kernel), [item for item in flow.fusion.body if isinstance(item, ChunkLoop)]
     within_loops = frozenset(op.result.name for loop in loops for op in loop.ops if _ends_in(flow, op.result.name, loop))
     by_shards = frozenset(loop.gathered for loop in loops if loop.gathered)
@@ -74,10 +73,9 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
     """True if kernels compute all operands of a concat or pad, or they are in memory. Others are computed at their place."""
-    if op.result.stream or len(op.tensors) > MOST_JOINED:
-        return False
     begin = OPS[op.kind].parts
-    assert begin is not None
+    if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
+        return False
     dims = {dim for starts in begin(operand_types(op, flow.types), op) for dim in starts}
     return bool(dims) and all(op.result.type.shape[dim] != ONE for dim in dims) and not any(_is_placed(flow, name) for name in op.tensors)
 
@@ -85,10 +83,13 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
 def _is_placed(flow: Dataflow, name: str) -> bool:
     """True if an op without a pointwise kernel computes a value, and can do so at its place."""
     made = flow.producer.get(name)
-    if made is not None and made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
+    if made is None:
+        return False
+    if made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
         return _is_placed(flow, made.tensors[0])
-    is_pointwise = made is not None and (made.kind in JOINS or (bool(OPS[made.kind].cpp) and OPS[made.kind].combine is None))
-    return made is not None and not is_pointwise and _writes_strided(flow, made)
+    entry = OPS[made.kind]
+    is_pointwise = entry.parts is not None or (bool(entry.cpp) and entry.combine is None)
+    return not is_pointwise and _writes_strided(flow, made)
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
@@ -100,7 +101,7 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
     return {
         name: (op, number)
         for op in flow.fusion.ops
-        if op.kind in JOINS and op.result.stream is None and op.result.name not in by_kernel
+        if OPS[op.kind].parts and op.result.stream is None and op.result.name not in by_kernel
         for number, name in enumerate(op.tensors)
         if name in made and _can_lie_in(flow, name, op)
     }
