@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
 
 
 def test_quantised_and_transposed_by_one_kernel() -> None:
-    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+    random = np.random.default_rng(0)
 
     @hw.fusion(x=hw.bf16["M", 264], s=hw.f32[1, 1])
     def both(x: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -100,7 +101,7 @@ def test_two_gpus() -> None:
     def gathered(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
         return hw.scaled_matmul(a, w.T, s, t.T, out_dtype=hw.f32).stream("M", 4, algorithm="put")
 
-    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     a, w = (random.standard_normal((rows, k)).astype(ml_dtypes.float8_e4m3fn) for rows in (m, n))
     s, t = (random.random((rows, 1)).astype(np.float32) for rows in (m, n))
     wide = a.astype(np.float64) * s, w.astype(np.float64) * t
@@ -121,7 +122,7 @@ def test_quantised_rows_travel_with_their_scales(algorithm: str) -> None:
         a, s = hw.quantize(x, "row")
         return hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32).stream("M", 2, algorithm=algorithm)
 
-    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     x, w = (np.exp2(random.integers(-3, 4, (rows, k))).astype(np.float32) for rows in (m, n))
     t = random.random((1, n)).astype(np.float32)
     exact = x.astype(np.float64) @ w.T * t
