@@ -213,7 +213,7 @@ int status_after_a_channel(int ranks) {
       hw::target::make_channel({.mesh = "mesh(x=2)", .axes = "x", .key = "x", .size = ranks}, id, 0, 10, aborted);
     } catch (const hw::ExecutionError&) {
     }
-    hw::finish_background(ranks == 1 ? 60 : 0.5);  // of one rank it ends, however busy the machine is
+    hw::finish_background(ranks == 1 ? 60 : 0.5);  // a channel of one rank is made, however busy the machine is
     std::exit(3);
   }
   int status = 0;
