@@ -6,7 +6,7 @@ ENV VIRTUAL_ENV=/opt/hostweave PATH=/opt/hostweave/bin:$PATH
 RUN python3 -m venv $VIRTUAL_ENV
 COPY . /src
 # The image has the toolkit; NCCL for CUDA 13 comes from the wheel, in the version that programs are tested with.
-RUN pip install --no-cache-dir '/src[cuda13,cudnn13]' && hostweave doctor
+RUN pip install --no-cache-dir '/src[cuda13,cudnn13]' && hostweave doctor --target cuda
 # Compiling for CUDA needs no GPU. It fails if a header or library is missing.
 RUN hostweave compile seeds:ag_matmul --target cuda && hostweave cache clear
 # Compiled programs are kept in a volume.

@@ -392,7 +392,7 @@ def test_colours_are_for_terminals_that_want_them(setting: tuple[str, str] | Non
 
 
 def test_doctor(capsys: Captured) -> None:
-    lines = output_of(capsys, "doctor").splitlines()
+    lines = output_of(capsys, "doctor", "--target", "cpu").splitlines()
     assert {line.split()[0] for line in lines} >= {"python", "compiler", "cpu", "gpus", "cuda", "cache"}
     assert any(line.startswith("cpu") and "target cpu is ready" in line for line in lines)
 
@@ -407,7 +407,10 @@ def test_export_to_what_is_no_folder(capsys: Captured, tmp_path: Path) -> None:
 def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert "missing: no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++" in output_of(capsys, "doctor")
+    missing = "no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++"
+    assert f"missing: {missing}" in output_of(capsys, "doctor")
+    assert main(["doctor", "--target", "cpu"]) == 1
+    assert capsys.readouterr().err == f"hostweave: {missing}\n"
 
 
 def test_the_command_is_installed_and_knows_its_commands() -> None:

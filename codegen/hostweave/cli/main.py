@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 
     doctor_help = "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts."
-    add("doctor", _doctor, doctor_help, as_json)
+    doctor = add("doctor", _doctor, doctor_help, as_json)
+    doctor.add_argument("--target", choices=NAMES, help="also exit with status 1 if this machine cannot compile for this target")
 
     calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses overlaps."
     add("calibrate", _calibrate, calibrate_help)
@@ -383,3 +384,5 @@ def _doctor(options: argparse.Namespace) -> None:
     else:
         for name, text in lines:
             print(f"{name:<10} {text}")
+    if options.target:
+        find_target(options.target).toolchain()  # raises BuildError if a part is missing
