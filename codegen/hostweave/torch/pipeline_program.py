@@ -1,0 +1,232 @@
+"""The program of a pipeline: its inputs, and the passes of all micro-batches through all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+
+import hostweave as hw
+from hostweave.base.names import unique_name
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.torch.aten import Result, full, resharded
+from hostweave.torch.compiled import tensor_of
+from hostweave.torch.graph import name_of
+from hostweave.torch.schedules import Action
+from hostweave.torch.stages import AXIS, Stage, StagePart
+from hostweave.torch.updates import Updates, clipped, squares, updated_by
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType
+
+
+class PipelineInputs:
+    """The inputs of a pipeline's program, by name, and the steps of the optimizer for its stages."""
+
+    def __init__(
+        self, stages: list[Stage], names: list[str], microbatches: int, optimizer: torch.optim.Optimizer | None, clip: float | None
+    ):
+        self.stages, self.microbatches, self.clip = stages, microbatches, clip
+        self.types: dict[str, Any] = {}
+        self.name_of: dict[Any, str] = {}  # identity of a value -> input
+        self.updates: dict[int, Updates] = {}  # the step of the optimizer, by number of the stage
+        self.tensors: dict[str, tuple[Stage, str, TensorType]] = {}  # tensors of modules, by input of the program
+        self.constants: dict[str, torch.Tensor] = {}
+        self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> argument and micro-batch
+        self.updated: list[tuple[Stage, str]] = []  # the parameters whose gradients the program returns, in order
+        for stage in stages:
+            for part in (stage.forward, *(part for part, _ in stage.parts.values())):
+                self._enter_inputs_of(part, stage, names)
+        for stage in stages if optimizer else ():
+            self.updates[stage.number] = self._updates_of(stage, optimizer)
+
+    @property
+    def places(self) -> list[Mesh]:
+        return list(dict.fromkeys(stage.mesh for stage in self.stages))
+
+    def _enter(self, key: Any, name: str, type: TensorType) -> str:
+        """The input for a value."""
+        if key not in self.name_of:
+            self.name_of[key] = unique_name(name, self.types)
+            self.types[self.name_of[key]] = type
+        return self.name_of[key]
+
+    def _enter_tensor(self, stage: Stage, path: str, type: TensorType) -> str:
+        name = self._enter((stage.number, path), name_of(path), type)
+        self.tensors.setdefault(name, (stage, path, type))
+        return name
+
+    def _enter_inputs_of(self, part: StagePart, stage: Stage, names: list[str]) -> None:
+        for node, name in part.graph.names.items():
+            type = part.graph.input_types[name]
+            if name in part.graph.bound:
+                self.constants[self._enter((id(part), name), name, type)] = part.graph.bound[name]
+            elif path := part.graph.parameters.get(name):
+                self._enter_tensor(stage, path, type)
+            elif (number := stage.joint.source_of(node)) is not None:
+                source = stage.source_of(number)
+                if source is None or source.stage is not None:
+                    continue
+                for one in range(self.microbatches):
+                    self.arguments[self._enter((source, one, stage.mesh), f"{names[source.number]}_{one}", type)] = source.number, one
+
+    def _updates_of(self, stage: Stage, optimizer: Any) -> Updates:
+        trained = [(self._enter_tensor(stage, path, type), path, tensor_of(stage.module, path)) for path, type in stage.trained]
+        updates = Updates(optimizer, updated_by(optimizer, trained), self.types, f"stage_{stage.number}_")
+        for updated in updates.parameters:
+            self.types |= updated.types(self.types[updated.name])
+        self.types |= updates.numbers(stage.outer.part)
+        return updates
+
+
+def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
+    """The program that returns the loss, then with an optimizer the norms and new values, otherwise the gradients."""
+    first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
+    written = [name for updates in inputs.updates.values() for name in updates.written]
+
+    def pipeline(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return _Recording(inputs, given).results(actions)
+
+    mesh = Mesh(((AXIS, len(inputs.places)), *inputs.stages[0].mesh.axes))
+    return hw.fusion(mesh=mesh, donate={name: at for at, name in enumerate(written, first)}, **inputs.types)(pipeline)
+
+
+class _Recording:
+    """Records the actions of a pipeline in its program."""
+
+    def __init__(self, pipeline: PipelineInputs, named: Mapping[str, hw.Tensor]):
+        self.pipeline, self.named, self.stages = pipeline, named, pipeline.stages
+        self.inputs = {key: named[name] for key, name in pipeline.name_of.items()}
+        self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # results and saved values of a stage and micro-batch
+        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, by their users
+        self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that one half of a backward pass saves for the other
+        self.gradients: dict[tuple[int, str], hw.Tensor] = {}
+        self.losses: list[hw.Tensor] = []
+
+    def results(self, actions: Sequence[Action]) -> tuple[hw.Tensor, ...]:
+        for kind, number, one in actions:
+            stage = self.stages[number]
+            if kind == "forward":
+                self._forward(stage, one)
+            elif kind in stage.parts:
+                self._backward(stage, *stage.parts[kind], one)
+        loss = self.losses[0]
+        for other in self.losses[1:]:
+            loss = loss + other
+        scaled = loss * (1 / self.pipeline.microbatches)
+        if self.pipeline.updates:
+            return scaled, *self._step()
+        updated = self.pipeline.updated
+        updated[:] = [(self.stages[number], path) for number, path in self.gradients]
+        return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
+
+    def _step(self) -> list[hw.Tensor]:
+        """The norm of all gradients at each place, if they are clipped, and the new parameters and state of each stage."""
+        pipeline = self.pipeline
+        gradients: dict[int, list[hw.Tensor]] = {}
+        for number, updates in pipeline.updates.items():
+            dims = {one.path: [dim.axes for dim in pipeline.tensors[one.name][-1].dims] for one in updates.parameters}
+            gradients[number] = [resharded(self.gradients[number, path], tuple(axes)) for path, axes in dims.items()]
+        norms: dict[Mesh, hw.Tensor] = {}
+        if (limit := pipeline.clip) is not None:
+            first = pipeline.places[0]
+            totals = [squares(of_stage) for of_stage in gradients.values() if of_stage]
+            norm = hw.sqrt(sum((_moved(one, one.type, first) for one in totals[1:]), _moved(totals[0], totals[0].type, first)))
+            norms = {place: _moved(norm, norm.type, place) for place in pipeline.places}
+            gradients = {number: clipped(own, norms[self.stages[number].mesh], limit) for number, own in gradients.items()}
+        made = [*norms.values()]
+        for number, updates in pipeline.updates.items():
+            made += updates.compute(self.named, gradients[number])
+        return made
+
+    def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
+        """The gradient, sharded like its parameter if that is a DTensor, otherwise replicated."""
+        stage = self.stages[number]
+        is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
+        return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
+
+    def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor | None:
+        """The value of an input of a part that is a tensor of the module, a constant, or an argument of the stage."""
+        if name in part.graph.bound:
+            return self.inputs[id(part), name]
+        if path := part.graph.parameters.get(name):
+            return self.inputs[stage.number, path]
+        if (number := stage.joint.source_of(node)) is None:
+            return None
+        source = stage.source_of(number)
+        assert source is not None
+        if source.stage is None:
+            return self.inputs[source, one, stage.mesh]
+        key = source, one, stage.mesh
+        if key not in self.moved:
+            maker = self.stages[source.stage]
+            value = self.results_of[source.stage, one][maker.outer.of_module[source.number]]
+            self.moved[key] = _moved(value, part.graph.input_types[name], stage.mesh)
+        return self.moved[key]
+
+    def _forward(self, stage: Stage, one: int) -> None:
+        def value(node: Node, name: str) -> hw.Tensor:
+            made = self._leaf(stage, stage.forward, node, name, one)
+            assert made is not None
+            return made
+
+        made = stage.forward(value)
+        self.results_of[stage.number, one] = {of: made[node] for of, node in stage.returned if node in made}
+        if stage.number == len(self.stages) - 1:
+            loss = stage.joint.results[stage.joint.differentiable.index(True)]
+            self.losses.append(self.results_of[stage.number, one][loss])
+
+    def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
+        """Calls a part of the backward pass. `returned` has the number of the joint graph's tensor, or a name, for each result."""
+        results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
+        saved = {node.name: results[node] for node in stage.joint.saved if node in results}
+        differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
+
+        def value(node: Node, name: str) -> hw.Tensor:
+            if node.name in kept:
+                return kept[node.name]
+            if node.name in saved:
+                return saved[node.name]
+            if node.name.startswith("tangents_"):
+                result = differentiable[int(node.name.removeprefix("tangents_")) - 1]
+                if stage.number == len(self.stages) - 1:
+                    return _filled(result, results[result], 1 / self.pipeline.microbatches)
+                key = stage.number, result, one
+                return self.tangents[key] if key in self.tangents else _filled(result, results[result], 0)
+            made = self._leaf(stage, part, node, name, one)
+            assert made is not None
+            return made
+
+        made = part(value)
+        for node, what in zip(part.graph.returned, returned, strict=True):
+            gradient = made.get(node)
+            if isinstance(what, str):
+                kept[what] = made[node]
+            elif gradient is None:
+                continue
+            elif (source := stage.source_of(what)) is None:
+                key = stage.number, stage.joint.origins[what].name
+                self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
+            elif source.stage is not None:
+                self._send_back(self.stages[source.stage], source.number, gradient, one)
+
+    def _send_back(self, maker: Stage, number: int, gradient: hw.Tensor, one: int) -> None:
+        result = maker.outer.of_module[number]
+        arrived = _moved(gradient, maker.type_of(result), maker.mesh)
+        key = maker.number, result, one
+        self.tangents[key] = self.tangents[key] + arrived if key in self.tangents else arrived
+
+
+def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
+    """The value on a mesh, with the sharding of a type."""
+    if value.type.mesh == mesh:
+        return value
+    return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)
+
+
+def _filled(node: Node, beside: hw.Tensor, value: float) -> hw.Tensor:
+    of = node.meta["val"]
+    return full(Result((of.dtype,), (tuple(of.shape),), beside), value)
