@@ -50,10 +50,10 @@ ERRORS = {
     "repeated dim": (
         'return hw.sum(x, axis="M")',
         {"x": 'hw.f32["M", "M"]'},
-        "4: sum: f32[M, M] has 2 dims named M: choose one by its number",
+        "4: sum: f32[M, M] has 2 dims named M: choose one by its index",
     ),
     "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
-    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is not a dim of bf16[M, K]; write its number or its name"),
+    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is not a dim of bf16[M, K]; write its index or its name"),
     "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is not a dtype; use hw.f32, hw.bf16 and the like"),
     "loop": (
         "return sum(x)",
@@ -379,7 +379,7 @@ ERRORS = {
         "2: f32[M@x, K@x]: mesh axis x is used twice; each axis can split one dim",
     ),
     "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: no axis y in mesh(x=8); its axes: x"),
-    "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it a name of its own"),
+    "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it one name"),
     "dim type": ("return x", {"x": "hw.f32[1.5]"}, "2: not a dim: 1.5; write a name or an int"),
     "empty dim": ("return x", {"x": "hw.f32[0]"}, "2: a dim has at least one element, not 0"),
     "stream of an input": ('return x.stream("M")', {}, "4: stream: %x is an input; stream a value computed from it, or hw.copy(x)"),

@@ -82,7 +82,7 @@ def test_which_sizes_are_uneven(size: str, ranks: int, uneven: bool) -> None:
 
 @pytest.mark.parametrize("dim", ["local(M, x)", "ceil(M/8)", "2*M", "(M + 2)"])
 def test_an_input_names_its_dims(dim: str) -> None:
-    with pytest.raises(ProgramError, match=rf"not a dim of an input: {re.escape(repr(dim))}; give it a name of its own$"):
+    with pytest.raises(ProgramError, match=rf"not a dim of an input: {re.escape(repr(dim))}; give it one name$"):
         hw.f32[dim]
 
 

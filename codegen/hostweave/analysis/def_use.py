@@ -1,6 +1,7 @@
-"""Def-use of a host program: which instructions read and write each buffer, and on which stream.
+"""Def-use of a host program: the instructions that read and write each buffer, and their streams.
 
-Names are unique in programs that passes see. If sibling bodies use one name for two buffers, a lookup finds the last one.
+Passes see programs in which all names are unique. In other programs, two bodies may use one name for different buffers; a lookup then finds
+the last one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction, its number in `tree.walk`, its body and index there, and the instructions around it, outermost first.
+    """An instruction and its position: its index in `tree.walk`, its body, its index there, and the enclosing instructions, outermost
+    first.
 
-    `statement` is the number of the group that posts the instruction. Outside of groups it is the instruction's own number.
+    `statement` is the number of the enclosing group, whose members the host enqueues together. Without a group it is the instruction's
+    number.
     """
 
     instruction: tree.Instruction
@@ -29,32 +32,32 @@ class Place:
 
     @property
     def block(self) -> Place | None:
-        """The stream block that contains it, or None."""
+        """The enclosing stream block, or None."""
         return next((place for place in self.around if place.on_stream), None)
 
     @property
     def loop(self) -> Place | None:
-        """The innermost loop that contains it, or None."""
+        """The innermost enclosing loop, or None."""
         return next((place for place in reversed(self.around) if place.instruction.trips is not None), None)
 
     @property
     def mesh_body(self) -> Place | None:
-        """The `on` body that contains it, or None."""
+        """The enclosing `on` body, or None."""
         return next((place for place in self.around if place.instruction.ranks), None)
 
     @property
     def on_stream(self) -> tree.Slot | None:
-        """Stream of the instruction's body; None if it has none."""
+        """If the instruction is a stream block, its stream. None otherwise."""
         return tree.slot(self.instruction, "stream")
 
     @property
     def stream(self) -> tree.Slot | None:
-        """The stream on which it runs. None is the caller's stream."""
+        """The stream on which the instruction runs. None is the caller's stream."""
         return self.block.on_stream if self.block else None
 
 
 class DefUse:
-    """Def-use information of a program. Use `def_use`, which caches it."""
+    """Def-use information of a program. The function `def_use` caches it."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -62,11 +65,11 @@ class DefUse:
         self.roots = tree.AliasRoots()
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
-        self.indices: dict[str, Place] = {}  # lets and loops, by the index that they define
-        self.touches: dict[str, list[Place]] = {}  # for each parameter or allocation, the instructions that access it or one of its views
-        self.viewed: dict[str, list[Place]] = {}  # for each parameter or allocation, its views
-        self.places: list[Place] = []  # all places, by number
-        self.lives: dict[Place, list[Place]] = {}  # for each allocate, the instructions that access its memory, in program order
+        self.indices: dict[str, Place] = {}  # maps an index variable to the `let` or loop that defines it
+        self.touches: dict[str, list[Place]] = {}  # for each parameter or allocation: instructions that access it, also through a view
+        self.viewed: dict[str, list[Place]] = {}  # for each parameter or allocation: its views
+        self.places: list[Place] = []  # all places, in the order of `tree.walk`
+        self.lives: dict[Place, list[Place]] = {}  # for each allocate: the instructions that access its memory, in program order
         for parameter in program.outputs:
             if parameter.memory:
                 self.roots.put(parameter.name, parameter.memory)
@@ -100,28 +103,29 @@ class DefUse:
         return place
 
     def root(self, name: str) -> str:
-        """Alias root of a buffer: the parameter or allocation that holds its elements."""
+        """Alias root of a buffer: the parameter or allocation in whose memory it is."""
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
-        """Alias roots of all buffers that an instruction names in these roles."""
+        """Alias roots of all buffers that an instruction uses in one of these roles."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
-        """True if a buffer covers all of a parameter or allocation, with its elements in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory covers all of it
+        """True if a buffer covers all of its parameter or allocation, with the elements in order."""
+        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory covers all of the donated input
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source
         return self.types[name].strides is None
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
-        """Dim, chunk index and number of chunks, for a view of one of several equal chunks. None for other views."""
+        """If the view shows one of several equal chunks: the dim, the chunk's index and the number of chunks. None otherwise."""
         source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body without the instructions numbered in `gone`, and with new instructions before those numbered in `before`."""
+        """The program's body, without the instructions of `gone`. For each key of `before`, its instructions are inserted before that
+        instruction. Instructions are named by their number."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
@@ -131,11 +135,11 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "read")}
 
     def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
-        """Alias roots that instructions and their bodies write or free."""
+        """Alias roots that the instructions, and those in their bodies, write or free."""
         return {root for i in tree.walk(tuple(instructions)) for root in self.roots_of(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
-        """True if the order matters: one side writes what the other reads or writes."""
+        """True if the order of two sets of instructions matters: one set writes memory that the other reads or writes."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))

@@ -1,6 +1,6 @@
-"""Facts of the host IR that hold after one pass, or until another. `pipeline.py` lists them, and verifies them after each pass.
+"""Invariants of the host IR that hold after some pass or until another. `pipeline.py` lists them, and checks them after each pass.
 
-Each raises ProgramError if it does not hold.
+Each function raises ProgramError if its invariant does not hold.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ def kernels_are_single(program: ir.HostProgram) -> None:
 
 
 def nothing_is_freed(program: ir.HostProgram) -> None:
-    """Memory lives to the end, so that passes may move and fuse instructions without checking for reused bytes."""
+    """No memory is freed before `plan_memory`. So passes may move and fuse instructions without checking for reused bytes."""
     for i in _instructions(program):
         if names := tree.names(i, "free"):
             raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)
 
 
 def updates_are_in_place(program: ir.HostProgram) -> None:
-    """If a launch or call updates an operand, the operand and the result share memory."""
+    """If a launch or call updates an operand, the operand and the result are in the same memory."""
     kernels = {kernel.name: kernel for kernel in program.kernels}
     for part in bodies(program):
         uses = def_use(part)

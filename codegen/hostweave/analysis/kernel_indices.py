@@ -1,4 +1,4 @@
-"""Index space of a kernel: which dims of its values share an index, and which indices are reduced."""
+"""Index space of a kernel: the loop index of each dim of each value, and the indices that are reduced."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,21 +11,21 @@ from hostweave.host_ir.ir import Function, Kernel, Parameter
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
-DimOfValue = tuple[str, int]  # a value and the number of its dim
+DimOfValue = tuple[str, int]  # a value's name and the index of one of its dims
 
 
 class NotOneKernel(Exception):
-    """Ops that no single kernel can compute. The message gives the reason."""
+    """The ops cannot be computed by one kernel. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Place of an operand along one dim of a concat or pad."""
+    """Range that one operand of a concat or pad occupies along one dim of the result."""
 
     dim: int
-    index: str | None  # index of the result
+    index: str | None  # index of the result's dim
     part: str  # name of the operand's dim
-    whole: str  # name of the result's dim, if that is itself a part
+    whole: str  # name of the result's dim, if the result is itself an operand of a concat or pad; empty otherwise
     start: Size
     end: Size
 
@@ -34,19 +34,19 @@ class Span:
 class Iteration:
     """Index space of a kernel: the loops that it needs.
 
-    `indices` maps every dim of every value to its index, and dims of one element to None. Every reduction maps `kept` and `reduced` indices
-    to `kept` ones. Each result has either all indices, or only the indices that are not reduced.
+    `indices` gives the index of each dim of every value, or None for a dim of one element. A reduction reads values with `kept` and
+    `reduced` indices, and its result has only `kept` indices. A result of the kernel has either all indices or all that are not reduced.
 
-    The dim of an operand that is a part of a concat or pad has the index of the result's dim. All dims of one name begin at one index.
+    A dim of an operand of a concat or pad has the index of the result's dim. It is called a part, and has a name.
     """
 
-    sizes: dict[str, Size]  # size of every index, in the order in which the inputs name them
+    sizes: dict[str, Size]  # size of each index, in the order in which the inputs first use it
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # for each value, the dim that no loop iterates over
+    lanes: dict[str, int]  # for each value with data-dependent reads, the dim that they index: no loop iterates over it
     parts: dict[str, dict[str, str]]  # for each value, the names of its dims that are parts, by index
-    joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the place of every operand
+    joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the ranges of every operand
 
     def is_whole(self, value: str) -> bool:
         """True if the value varies along a reduced index."""
@@ -54,7 +54,7 @@ class Iteration:
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """Index space of a kernel. It is computed once per kernel, which is immutable.
+    """Index space of a kernel, cached on the kernel, which is immutable.
 
     Raises NotOneKernel if the ops need more than one kernel.
     """
@@ -70,7 +70,7 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 class _Dims:
-    """Dims that share an index, and dims that are parts of other dims."""
+    """Union-find over dims that share an index, and the containment of parts in larger dims."""
 
     def __init__(self) -> None:
         self.same: dict[DimOfValue, DimOfValue] = {}
@@ -87,21 +87,21 @@ class _Dims:
                 self.same[other] = self.first(dims[0])
 
     def contain(self, part: DimOfValue, whole: DimOfValue) -> None:
-        """Notes that a dim is a part of another one, after all dims are joined. Raises NotOneKernel if it is a part of two dims, or of
-        itself."""
+        """Records that `part` is a part of `whole`. Called after all dims are joined. Raises NotOneKernel if `part` would be a part of two
+        dims, or of itself."""
         part, whole = self.first(part), self.first(whole)
         if self.whole.setdefault(part, whole) != whole or self.outermost(whole, part) == part:
             raise NotOneKernel(f"%{part[0]} is a part of two values")
 
     def outermost(self, dim: DimOfValue, last: DimOfValue | None = None) -> DimOfValue:
-        """The dim that contains a dim and is no part. The walk ends at `last`."""
+        """Follows the containment up to a dim that is not a part, or up to `last`."""
         dim = self.first(dim)
         while dim in self.whole and dim != last:
             dim = self.whole[dim]
         return dim
 
     def part(self, dim: DimOfValue) -> str:
-        """Name of a part; empty for other dims."""
+        """Name of a dim that is a part. Empty for other dims."""
         return _label(self.first(dim)) if self.first(dim) in self.whole else ""
 
 
@@ -114,7 +114,7 @@ def _iteration(kernel: Kernel) -> Iteration:
     shared = _Dims()
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
-    joined: list[tuple[Op, str, dict[int, Size]]] = []  # operands of concats and pads, with their starts
+    joined: list[tuple[Op, str, dict[int, Size]]] = []  # operands of concats and pads, each with its start per dim
     for op in kernel.ops:
         if op.operands:
             groups, unwalked = _joined(op, types)
@@ -135,7 +135,7 @@ def _iteration(kernel: Kernel) -> Iteration:
         raise NotOneKernel(f"%{whole} needs all elements along a dim at once")
     update = _update_of(kernel)
     written = {result.name for result in kernel.results}
-    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs a loop over all its dims
+    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs loops over all its dims
     apart = numbers | {op.result.name for op in kernel.ops if OPS[op.kind].lane} | {p.name for p in kernel.inputs}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
@@ -144,7 +144,7 @@ def _iteration(kernel: Kernel) -> Iteration:
     indices: dict[str, Labels] = {}
     parts: dict[str, dict[str, str]] = {}
     for name, type in types.items():
-        # the updated operand shares the indices of the written part
+        # The updated operand has no indices, and the result has those of the written part.
         if update is not None and name in (update.tensors[0], update.result.name):
             indices[name] = (None,) * len(type.dims) if name == update.tensors[0] else indices[update.tensors[1]]
             continue
@@ -154,7 +154,7 @@ def _iteration(kernel: Kernel) -> Iteration:
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # keeps the order; the size is that of the whole
+                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole replaces this one
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)
@@ -170,7 +170,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Groups of dims that share one index of the op, and for each operand the dim that no loop iterates over."""
+    """Lists of dims that share one index of the op. Also maps each operand with data-dependent reads to the dim that they index."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
@@ -189,7 +189,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]
 
 
 def _update_of(kernel: Kernel) -> Op | None:
-    """The op that writes a part of its operand in place. Returns None if the kernel has none.
+    """The op of a kernel that writes a part of its operand in place, or None.
 
     Raises NotOneKernel if another op reads that operand, if an op reduces, or if the kernel has further results.
     """
@@ -206,7 +206,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Pairs of operand and result numbers of an instruction that share memory. The result may update only a part."""
+    """Pairs of an operand's index and a result's index, where the result is the operand after an update in place."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -218,7 +218,7 @@ def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Itera
 
 
 def _checked(space: Iteration, kernel: Kernel) -> Iteration:
-    """The index space with its kept and reduced indices."""
+    """Verifies an index space, and fills in its kept and reduced indices."""
     sizes, indices = space.sizes, space.indices
     reduced: set[str] = set()
     whole = {result.name for result in kernel.results} | {op.tensors[0] for op in kernel.ops if OPS[op.kind].combine}
@@ -239,20 +239,20 @@ def _checked(space: Iteration, kernel: Kernel) -> Iteration:
     for result in kernel.results:
         own = set(indices[result.name]) - {None}
         if own not in (set(sizes), set(sizes) - reduced):
-            raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
+            raise NotOneKernel(f"%{result.name} lacks a dim of the values that it is computed from")
     kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
     return replace(space, kept=kept, reduced=tuple(index for index in sizes if index in reduced))
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
-    """Indices that an op reduces. Empty if it reduces only dims of one element."""
+    """Indices that an op reduces. Empty if all its reduced dims have one element."""
     if not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
 
 
 def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
-    """True if an instruction may write `written` over `read`, element by element.
+    """True if `written` may share the memory of `read`: no element is written before its last read.
 
     Returns False for user kernels, whose access pattern is unknown.
     """
@@ -265,19 +265,19 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if each element of a result depends only on the element of an input at the same index. Both may then share memory.
+    """True if element i of a result depends only on element i of an input. The two may then share memory.
 
-    A reduction reads its operands before the kernel writes. A value that varies only along kept dims is safe if it is used only after the
-    reduction: one thread then reads and writes the element.
+    A reduction finishes all its reads before the kernel writes. If the result has only kept dims, the input must not be read by the threads
+    of the reduction: then one thread reads and writes each element.
     """
     read, written = kernel.inputs[source], kernel.results[result]
-    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of it
+    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand
         return False
     products = [op for op in kernel.ops if op.kind == "matmul"]
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False
-    if products:  # a matmul reads other inputs only when it sums its terms
+    if products:  # a matmul reads the other inputs only in its epilogue, after it has summed its terms
         made = (Parameter(op.result.name, op.result.type) for op in products)
         inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
         kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)
@@ -296,7 +296,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
-    """True if all threads of a reduction use an input, because a value depends on it that varies along the reduced dims."""
+    """True if all threads of a reduction read this input, because a value that depends on it varies along the reduced dims."""
     made = {read}
     for op in kernel.ops:
         if not made.isdisjoint(op.tensors):

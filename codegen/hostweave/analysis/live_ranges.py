@@ -1,8 +1,8 @@
-"""Live ranges of the temporaries of a host program, for the arena that `prepare` lays out and for reports.
+"""Live ranges of a host program's temporaries. `prepare` uses them to lay out the arena, and reports print them.
 
-An allocate in a stream block is one buffer per stream; elsewhere it is one buffer. It lives until its deallocate, or to the end of its
-body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes. Until streams are
-joined, only the stream of a buffer may reuse its bytes.
+An `allocate` in a stream block makes one buffer per stream; elsewhere it makes one buffer. The buffer lives until its `deallocate`, or
+until the end of its body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes.
+If the freed buffer belongs to a stream, only buffers of the same stream may do so until the streams are joined.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """Begin of a live range. Outside of stream blocks there is one buffer.
+    """Begin of the live range of the buffers of an `allocate`.
 
-    In a stream block there are `slots` buffers, one for each of the first streams of the pool.
+    In a stream block, each of the first `slots` streams of the pool has one buffer. Elsewhere there is one buffer.
     """
 
     place: Place
@@ -55,7 +55,7 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """Steps that only the ranks of a mesh execute."""
+    """Events that only the ranks of a mesh have."""
 
     mesh: Mesh
     steps: MemoryEvents
@@ -67,9 +67,9 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of all temporaries, in program order.
+    """Begins and ends of all live ranges, in program order.
 
-    Omits an end if no later buffer can use it. Functions keep all ends, because another call may follow.
+    Omits an end if no later buffer can reuse the bytes. A function keeps all ends, because another call may follow.
     """
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
@@ -88,7 +88,7 @@ class _Walk:
     def __init__(self, program: ir.HostProgram):
         self.program = program
         self.counts: dict[str, int] = {}  # trip counts of loops, by index, if known
-        self.allocates = iter(def_use(program).lives)  # in program order
+        self.allocates = iter(def_use(program).lives)  # allocates in program order
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> MemoryEvents:
         known, own = dict(outer), dict[str, Begin]()
@@ -96,9 +96,9 @@ class _Walk:
         return (*steps, *map(End, own.values())) if is_nested else steps
 
     def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
-        """Steps of the instructions of a body. `own` collects buffers that begin in the body and have not ended.
+        """Events of the instructions of a body. `own` collects buffers that begin in the body and have not ended.
 
-        An `on` body adds its buffers to `own` of the body around it.
+        Buffers of an `on` body are added to `own` of the enclosing body.
         """
         steps: list[MemoryEvent] = []
         for i in body:
@@ -120,7 +120,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Number of the first streams of the pool on which a block may run."""
+        """Upper bound of the index of the stream on which a block runs, plus 1."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:
@@ -132,7 +132,7 @@ class _Walk:
 
 
 def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Drops ends that no later begin can use or that a join repeats, and joins of pools that own no buffers."""
+    """Drops ends that no later begin can use, ends before a join of the same pool, and joins of pools without buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []
@@ -160,7 +160,7 @@ def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozense
 
 
 def flat(steps: MemoryEvents) -> Iterator[MemoryEvent]:
-    """All steps in order, with those of `OnRanks` inlined."""
+    """All events in order, with those inside `OnRanks` inlined."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 

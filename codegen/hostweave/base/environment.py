@@ -12,7 +12,7 @@ VARIABLES = tuple(_PREFIX + name for name in _NAMES)
 
 
 def warn_of_misspelt(environment: Mapping[str, str] = os.environ) -> None:
-    """Warns of each variable with a misspelt name of VARIABLES."""
+    """Warns about each environment variable whose name is a misspelling of one in VARIABLES."""
     for variable in environment:
         if variable.startswith(_PREFIX) and variable not in VARIABLES and (near := nearest(variable.removeprefix(_PREFIX), _NAMES, 0.75)):
             remedy = near.replace("mean ", f"mean {_PREFIX}")

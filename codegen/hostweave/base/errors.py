@@ -124,7 +124,7 @@ class CaptureError(ExecutionError):
 
 
 class OverlapWarning(UserWarning):
-    """A stream that the user stated overlaps no communication."""
+    """A `.stream(...)` in the user's program overlaps no communication."""
 
 
 def reason_of(error: BaseException) -> str:

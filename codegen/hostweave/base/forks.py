@@ -13,7 +13,8 @@ _Lock = TypeVar("_Lock")
 _PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child holds the pipe that tells the parent that the process has started.
+# Held while a process starts; a fork waits for it. Otherwise the child inherits the pipe that tells the parent that the process has
+# started.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _waited = threading.local()
@@ -40,7 +41,7 @@ def _in_child() -> None:
 
 
 def _locks_of_properties() -> list[Any]:
-    """Locks of cached properties. Python has them before version 3.12 only."""
+    """Locks of cached properties. Only Python before 3.12 has them."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("hostweave.")]
     classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
     properties = (one for owner in classes for one in vars(owner).values() if isinstance(one, cached_property))

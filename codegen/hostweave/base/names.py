@@ -13,7 +13,7 @@ def unique_name(wanted: str, taken: Container[str]) -> str:
 
 
 def claim_unique(wanted: str, taken: set[str]) -> str:
-    """Returns a free name like `wanted` and adds it to `taken`."""
+    """Makes `wanted` unique as in `unique_name`, and adds the result to `taken`."""
     name = unique_name(wanted, taken)
     taken.add(name)
     return name

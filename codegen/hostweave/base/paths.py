@@ -1,7 +1,7 @@
-"""Paths of the package's files. In a wheel they are next to the code. In a source tree they are at the root.
+"""Paths of the package's files. In a wheel, these files are next to the code. In a source tree, they are at its root.
 
-An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` includes both
-places.
+An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` contains both
+folders.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
-# headers of generated programs, and headers of the driver that Python calls
+# headers for generated programs, and headers for the driver that Python calls
 RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")
 RUNTIME_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 EXAMPLES = _ROOT / "examples"

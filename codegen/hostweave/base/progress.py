@@ -42,7 +42,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the steps of the block on a terminal, under the name `what`. A nested block belongs to the outer one."""
+    """Shows the steps of the block on a terminal, under the name `what`. Steps of a nested block count for the outermost block."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:
@@ -75,7 +75,7 @@ def step_done(name: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line on stdout, in place of the one that shows progress."""
+    """Prints a line on stdout. It replaces the progress line on a terminal."""
     with _line.lock:
         if is_terminal():
             sys.stderr.write(_CLEAR)

@@ -1,4 +1,5 @@
-"""Remedies for shortages of disk space, open files, memory and threads, found by the messages of compilers, loaders and Python."""
+"""Remedies for shortages of disk space, open files, memory and threads. Each is found by a pattern in the messages of compilers, loaders
+and Python."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def remedy_of(text: str) -> str | None:
 
 
 def expect_memory(count: int) -> None:
-    """Raises MemoryError if the process cannot map `size` more bytes. Does not touch the memory."""
+    """Raises MemoryError if the process cannot map `count` more bytes. Does not touch the memory."""
     if count:
         try:
             mmap.mmap(-1, count).close()
@@ -48,7 +49,7 @@ def expect_memory(count: int) -> None:
 
 
 def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: errors that report a shortage become an ExecutionError with a remedy."""
+    """Decorates a function: an error that reports a shortage becomes an ExecutionError with a remedy."""
 
     @wraps(function)
     def told(*arguments: P.args, **named: P.kwargs) -> T:

@@ -42,7 +42,7 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:
-    """Names and documents a generated function, and wraps it in `checked`."""
+    """Sets the name and the docstring of a generated function, and wraps it in `checked`."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return checked(function)
@@ -60,7 +60,7 @@ def checked_arguments(kind: type[_T]) -> type[_T]:
 
 
 def _misfit(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
-    """Error message for a call that does not fit: the mistake, and the usage of the function."""
+    """Error message for a call whose arguments do not match the signature: the mistake, and the usage of the function."""
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)

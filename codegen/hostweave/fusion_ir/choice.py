@@ -1,8 +1,9 @@
-"""Choices of the compiler: how a reshard next to matmuls is done, the alternatives and their times. One line of both IRs' text.
+"""The compiler's choice for a reshard next to matmuls: the algorithm, the alternatives, and their times. It is one line in both IRs.
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-For a gather outside of loops, put(1) fills one buffer. put(8) keeps 8 shards separate, for a matmul that reads one after another.
+If the gather is outside of a chunk loop, put(1) fills one buffer. put(8) keeps 8 shards in separate buffers, for a matmul that reads one
+shard after another.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do a reshard: an algorithm with a number of chunks, or in sequence. `micros` includes the matmuls next to it, in
-    microseconds."""
+    """An alternative: an algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and the matmuls next to it,
+    in microseconds."""
 
     algorithm: str
     chunks: int
@@ -27,13 +28,13 @@ class Way:
 
     @property
     def is_loop(self) -> bool:
-        """True if the way is a chunk loop. A single chunk is a copy outside of loops."""
+        """True for a chunk loop. With a single chunk, the reshard is one asynchronous copy outside of loops."""
         return self.chunks > 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice for the reshard that makes `value`. `ways` starts with the chosen one; the others follow, the fastest first."""
+    """Choice for the reshard that produces `value`. The first of `ways` is the chosen one; the others follow in order of time."""
 
     value: str
     function: str
@@ -42,7 +43,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Key of the choice in `Options.ways`."""
+        """Key of the choice in `Options.ways`, as `@function %value`."""
         return f"@{self.function} %{self.value}"
 
     @property
@@ -54,13 +55,13 @@ class Choice:
 
     @property
     def times(self) -> str:
-        """Lists the ways, the taken one first, with their times: `predicted: p2p 812.0 us, sequential 1024.5 us`."""
+        """Lists the alternatives with their times, the chosen one first: `predicted: p2p 812.0 us, sequential 1024.5 us`."""
         ways = ", ".join(f"{way.name} {way.micros:.1f} us" for way in self.ways)
         return f"{'measured' if self.is_measured else 'predicted'}: {ways}"
 
 
 def parse_choice(reader: Reader) -> Choice:
-    """Parses a choice after its first word."""
+    """Parses the rest of a choice, after the word `choice`."""
     value = reader.named()
     reader.expect("of")
     function, by = reader.global_name("a function"), reader.peek()

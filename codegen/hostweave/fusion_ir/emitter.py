@@ -1,4 +1,4 @@
-"""Helper for passes that add ops: types, shardings and names follow from the operands."""
+"""Base class of passes that add ops. It infers the types and shardings of the new ops, and names them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class OpRewriter:
-    """Rewrites a fusion op by op. `op` is the op that is being replaced."""
+    """Rewrites a fusion op by op. `op` is the op that a subclass is replacing."""
 
     op: Op
 
@@ -41,9 +41,9 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op and returns the name of its result. `like` states the parts of the type that operands do not determine.
+        """Emits an op and returns the name of its result. `like` is a result type, for those properties that the operands do not determine.
 
-        The result is named after the op that is being replaced, or after the value `of`.
+        The result is named after `of`, which is by default the op that is being replaced.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
@@ -58,7 +58,7 @@ class OpRewriter:
         self.types[op.result.name] = op.result.type
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
-        """Replaces `count` dims from dim `at` on by `dims`."""
+        """Replaces `count` dims by `dims`, starting at dim `at`."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
         return self.make("reshape", name, like=like, word=word, of=of)

@@ -1,4 +1,5 @@
-"""Index maps: the iteration index of each dim of an op, as in einsum. Propagation, loops and lowering know ops only through these."""
+"""Index maps give the iteration index of each dim of an op, as einsum does. Sharding propagation, chunk loops and lowering learn from them
+how an op accesses its operands."""
 
 from dataclasses import dataclass
 
@@ -12,15 +13,18 @@ ONE = Size()
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Labels of an op's dims. Dims of operands and result with the same label share an iteration index.
+    """Labels of an op's dims. Dims with the same label, in operands and result, share an iteration index.
 
-    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that the result lacks is reduced. The label None marks a dim of
-    one element that is broadcast, new, or kept after a reduction. It also marks a dim that is cut or joined, which a rank needs completely.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. The label None marks a
+    dim of one element that is broadcast, new, or kept after a reduction. It also marks a dim that cannot be sharded, because the op slices,
+    pads or concatenates it.
 
-    - `outer`: labels that join only the outermost parts of dims that a reshape splits or merges. They allow a sharding, but not a loop.
-    - `blocks`: labels of dims whose blocks change places, with the number of blocks. That many ranks can share the dim, one block each.
-    - `unwalked`: labels of dims that no loop can iterate over: data decide which elements are accessed, or all elements are needed at once.
-      Only kernels can compute such ops, not loops over chunks.
+    - `outer`: labels that relate only the outermost parts of dims that a reshape splits or merges. Such dims can be sharded, but not
+      chunked.
+    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Exactly so many ranks can split the dim, one
+      block per rank.
+    - `unwalked`: labels of dims without a loop: the accessed elements depend on data, or the op needs all elements at once. Such an op is
+      computed by a kernel, never in a chunk loop.
     """
 
     operands: tuple[Labels, ...]
@@ -30,11 +34,11 @@ class IndexMap:
     unwalked: frozenset[str] = frozenset()
 
     def shared_by(self, label: str, ranks: int) -> bool:
-        """True if `ranks` ranks can share the dims of a label."""
+        """True if `ranks` ranks can split the dims of a label."""
         return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """Dim of an operand that shares its index with a dim of the result. None if a loop needs the whole operand."""
+        """Dim of an operand that shares its index with a dim of the result. None if every iteration needs the whole operand."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
@@ -42,7 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of dims in both shapes that hold the same elements. Dims of 1 pair with each other or are omitted."""
+    """Smallest runs of adjacent dims in both shapes with the same elements, as a reshape maps them. Dims of 1 are paired with each other or
+    omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -64,7 +69,7 @@ def _group(source: SymbolicShape, target: SymbolicShape, i: int, j: int) -> tupl
     right: list[int] = []
     have = want = ONE
     while (i < len(source) or j < len(target)) and (not left or have != want):
-        ratio = have.divided_by(want)  # symbols count as large
+        ratio = have.divided_by(want)  # a ratio with symbols counts as larger than 1
         is_larger = ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
         if j == len(target) or (i < len(source) and not is_larger):
             have, i = have * source[i], i + 1
@@ -80,6 +85,6 @@ def numbered(shape: SymbolicShape, letter: str = "i") -> tuple[str, ...]:
 
 
 def aligned(shape: SymbolicShape, result: SymbolicShape, labels: Labels) -> Labels:
-    """Labels of dims aligned from the right. A dim of 1 next to a larger one is broadcast."""
+    """Labels of dims aligned from the right. A dim of 1 is broadcast if the result's dim is larger."""
     skipped = len(result) - len(shape)
     return tuple(None if size != result[i] else labels[i] for i, size in enumerate(shape, skipped))

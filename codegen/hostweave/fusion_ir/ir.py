@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attribute(Generic[T]):
-    """An attribute of ops: its name in the text, its type, and its default. A default of None makes it required."""
+    """An attribute of ops: its name in the text, its type, and its default. An attribute with the default None is required."""
 
     name: str
     type: type[T]
@@ -48,7 +48,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, since passes compare all of them with each other
+MAX_STEPS = 2**12  # largest number of iterations of a chunk loop; some passes compare each iteration with every other
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -57,12 +57,12 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """The dim of a value that the chunks of a loop cut, and `algorithm`, the schedule of its reshard, such as p2p or put.
+    """The dim of a value that a chunk loop splits, and `algorithm`, the schedule of its reshard, such as p2p or put.
 
-    `choose_overlap` puts the value into a `ChunkLoop`. Before that, the stream also states the loop:
+    `choose_overlap` puts the value into a `ChunkLoop`. Until then, the stream also describes the loop:
 
-    - `chunks` is the number of iterations. None is one iteration per index, which drops the dim inside the loop.
-    - `chunking` is the chunking of the loop. None if it has not been chosen yet.
+    - `chunks` is the number of iterations. With None, each index is one iteration, and the value inside the loop lacks the dim.
+    - `chunking` is `by_shard` or `across_shards`, or None if it has not been chosen yet.
     """
 
     dim: int
@@ -78,7 +78,7 @@ class Stream:
         return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
     def too_many(self, size: Size) -> str:
-        """Error text if it has too many iterations over a dim of this size, or ""."""
+        """Error text if a dim of this size would give too many iterations, or ""."""
         steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
         return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
 
@@ -87,8 +87,9 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `pinned` values have a sharding that the user stated, which no pass may change. The communication of `is_async` values runs on a
-    separate stream, overlapped with independent ops. `transport` overrides the transport of that communication. An input may be a `group`.
+    If `pinned`, the user stated the sharding, and no pass may change it. If `is_async`, the communication of the value runs on a separate
+    stream, overlapped with independent ops. `transport` overrides the transport of that communication. `group` is set for an input that is
+    a parameter group.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Value:
 
     @property
     def walked(self) -> Stream:
-        """Its stream. The value must be made in a loop."""
+        """Stream of a value that a chunk loop computes."""
         assert self.stream is not None
         return self.stream
 
@@ -115,8 +116,8 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
-    An operand is the name of a value, or a number in the dtype of the tensors next to it. A call has a callee, and a user kernel its
-    source. Ops are compared by their text, since in Python 0.0 equals -0.0, 1 equals True, and NaN differs from itself.
+    An operand is the name of a value, or a number in the dtype of the tensor operands. A call has a callee, and a user kernel has its
+    source. Ops are compared by their text: in Python 0.0 equals -0.0, 1 equals True, and NaN differs from itself.
     """
 
     kind: str
@@ -144,12 +145,12 @@ class Op:
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
 
     def renamed(self, names: Mapping[str, str]) -> Op:
-        """Renames operands. Names missing in `names` stay."""
+        """Renames operands. Operands that are not in `names` keep their names."""
         return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Operands that are values, without numbers."""
+        """Operands that are names of values, without numbers."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
 
     def __str__(self) -> str:
@@ -163,12 +164,14 @@ class Op:
 
 @dataclass(frozen=True)
 class ChunkLoop:
-    """A loop over chunks, as a region of ops. Each iteration computes one chunk of every result.
+    """A loop over chunks: a region of ops. Each iteration computes one chunk of every result.
 
-    - `steps` is the number of iterations. If `drops_dim`, each one takes a single index and drops the dim.
-    - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every shard).
-    - `rotation` is the block that a rank takes first in a loop by shard: `local_first`, `local_last` or None.
-    - `gathered` is a value that is gathered outside of the loop; each iteration takes one shard of it. "" if there is none.
+    - `steps` is the number of iterations. If `drops_dim`, each iteration handles a single index, and its values lack the dim.
+    - `chunking` is `by_shard` (chunk i is the i-th contiguous block of the global dim) or `across_shards` (chunk i consists of the i-th
+      slice of every shard).
+    - `rotation`, in a loop by shard, says when a rank computes its own block: first (`local_first`), last (`local_last`), or in plain order
+      (None).
+    - `gathered` is a value that is gathered outside of the loop; each iteration uses one shard of it. "" if there is none.
     """
 
     ops: tuple[Op, ...]
@@ -180,12 +183,13 @@ class ChunkLoop:
 
     @property
     def communication(self) -> Op | None:
-        """The first reshard in the loop, or None. In a loop by shard it determines the block of a step."""
+        """The first reshard in the loop, or None. In a loop by shard it determines which block an iteration computes."""
         return next((op for op in self.ops if op.result.walked.algorithm), None)
 
     @property
     def by_block(self) -> bool:
-        """True if the steps visit the blocks of a communication. A loop without communication takes its steps in order."""
+        """True if each iteration handles the block that a communication delivers. A loop without communication visits the blocks in
+        order."""
         return self.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:
@@ -202,8 +206,8 @@ class ChunkLoop:
 class Fusion:
     """A program, or a function that it calls: inputs, ops and chunk loops in order, and names of the results.
 
-    `donated` is empty, or has for each result the input whose memory it takes, or "". `returned` is empty, or has for each result that is
-    a group its names. `choices` are the compiler's choices of ways to communicate.
+    `donated` is empty, or has one entry per result: the input whose memory the result reuses, or "". `returned` is empty, or has one entry
+    per result: the parameter group that it forms, or None. `choices` are the compiler's choices for reshards next to matmuls.
     """
 
     name: str
@@ -221,7 +225,7 @@ class Fusion:
         return f"<hostweave fusion {self.name}({inputs}) -> {results} on {self.mesh}>"
 
     def _repr_html_(self) -> str:
-        """Its text, in a notebook."""
+        """Text of the fusion as HTML, for notebooks."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
@@ -230,12 +234,12 @@ class Fusion:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """All ops in order, those in loops included."""
+        """All ops in order, including those in loops."""
         return tuple(op for item in self.body for op in (item.ops if isinstance(item, ChunkLoop) else (item,)))
 
     @cached_property
     def loop_of(self) -> dict[str, ChunkLoop]:
-        """The loop of each value that a loop computes."""
+        """Maps each value that a loop computes to the loop."""
         return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
     def values(self) -> dict[str, Value]:
@@ -249,17 +253,17 @@ class Fusion:
 
     @property
     def arguments(self) -> tuple[Value, ...]:
-        """The tensors that a caller passes: inputs, and the tensors of groups one by one."""
+        """The tensors that a caller passes: inputs, with each parameter group expanded to its tensors."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self.inputs))
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """The tensors that a caller gets: outputs, and the tensors of groups one by one."""
+        """The tensors that a caller gets: outputs, with each parameter group expanded to its tensors."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self._grouped_outputs))
 
     @property
     def numbered_results(self) -> tuple[tuple[str, int | None], ...]:
-        """The output of each result, and its number in a group."""
+        """For each result that a caller gets: the name of the output, and the index in its parameter group or None."""
         return tuple((value.name, number) for value, number, _ in one_by_one(self._grouped_outputs))
 
     @property
@@ -269,7 +273,7 @@ class Fusion:
 
     @property
     def depths(self) -> dict[str, int]:
-        """The number of tensors of its groups, by the size that counts them."""
+        """Number of tensors of each parameter group, by the name of the group's first dim."""
         grouped = (
             (value.type.shape[:1], value.group)
             for value in (*self.inputs, *(self._grouped_outputs if self.returned else ()))
@@ -279,7 +283,7 @@ class Fusion:
 
     @property
     def functions(self) -> tuple[Fusion, ...]:
-        """Functions that it calls, directly or indirectly: once each, callees before callers."""
+        """Functions that are called, directly or indirectly: each once, callees before callers."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -288,12 +292,12 @@ class Fusion:
 
     @property
     def all_ops(self) -> Iterator[Op]:
-        """Ops of its functions, then its own."""
+        """Ops of the called functions, then those of the fusion."""
         return (op for body in (*self.functions, self) for op in body.ops)
 
     @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """User kernels that it and its functions launch, once each."""
+        """User kernels that the fusion and its functions launch, each once."""
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
@@ -324,7 +328,7 @@ class Fusion:
 
 
 def _alone(value: Value, number: int | None, name: str) -> Value:
-    """A value, or the tensor with this number of a group."""
+    """A value, or the tensor at index `number` of a parameter group."""
     return value if number is None else replace(value, name=name, type=replace(value.type, dims=value.type.dims[1:]), group=None)
 
 

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys: joins the results of blocks, and finds attention whose keys are gathered only for it."""
+"""Attention over blocks of keys: merges the results of several blocks, and finds attention ops whose keys are gathered for them alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
 
 
 class BlockWriter(OpRewriter):
-    """Emits ops that join the results of attention to blocks of keys."""
+    """Emits ops that merge the results of attention over several blocks of keys."""
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # log-sum-exps of all ranks -> their maximum, the shift to subtract, and the sum of exp(lse - shift)
+        # log-sum-exps of all blocks -> their maximum, the shift to subtract, and the sum of exp(lse - shift)
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits the joined result, or its log-sum-exps. `lse` and `blocks` are those of this rank, `lses` those of all ranks."""
+        """Emits the merged result, or its log-sum-exps if the op is attention_lse. `blocks` and `lse` are this rank's results, and `lses`
+        the log-sum-exps of all ranks."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
@@ -37,14 +38,14 @@ class BlockWriter(OpRewriter):
         weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
-        # the result of a block without columns is undefined
+        # the result of a block without visible columns is undefined
         weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)
         self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
 
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """Keys and values that are gathered only for one attention, which can process them block by block."""
+    """All-gathers of keys and values that only one attention op uses. The attention can then process the keys block by block."""
 
     attention: Op
     keys: Op
@@ -65,7 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Attention ops with at most a causal mask and exclusive use of their keys and values, each with its log-sum-exp op or None."""
+    """Attention ops that alone use their keys and values, each with its log-sum-exp op or None. Excludes ops with lengths, bias, window or
+    packed sequences."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
@@ -79,7 +81,8 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Attention ops of `attended_alone` with gathered keys and values. If causal, their rows are sharded like the keys."""
+    """Ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, the query's rows must be sharded like the keys
+    before the gather."""
     producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
@@ -92,6 +95,6 @@ def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
 
 
 def _is_of_keys(op: Op) -> bool:
-    """True if the op gathers all of the second-to-last dim."""
+    """True if the op all-gathers the second-to-last dim completely."""
     dim = len(op.result.type.dims) - 2
     return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes

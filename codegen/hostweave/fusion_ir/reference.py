@@ -1,4 +1,4 @@
-"""NumPy reference: computes a fusion on global arrays, independent of ranks and targets."""
+"""NumPy reference: computes a fusion on global arrays, without ranks or targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Results for global arguments; the tensors of groups are passed one by one.
+    """Results for global arguments. Each tensor of a parameter group is a separate argument.
 
-    Floats are float64, rounded only where the program casts. Integers and bools keep their dtype.
+    Computes floats in float64, and rounds only where the program casts. Integers and bools keep their dtype.
 
-    Raises ArgumentError if an input is missing or does not fit its type, or if a dim has no elements for `max`, `min` or `argmax`.
+    Raises ArgumentError if an input is missing or does not fit its type, or if `max`, `min` or `argmax` reduces a dim without elements.
     """
     inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
@@ -36,14 +36,14 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
     given = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
     values = {v.name: np.stack([given[name] for name in v.group.names]) if v.group else given[v.name] for v in fusion.inputs}
-    with _NUMPY.np.errstate(all="ignore"):  # NaN and infinity are results, as on the targets
+    with _NUMPY.np.errstate(all="ignore"):  # NaN and infinity are valid results
         made = dict(zip(fusion.outputs, evaluate(fusion, values, {**sizes, **fusion.depths}, _NUMPY), strict=True))
     return tuple(made[output] if number is None else made[output][number] for output, number in fusion.numbered_results)
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Arithmetic that computes a fusion: a NumPy-like module, dtypes, casts, and how to call an op's function."""
+    """Arithmetic for evaluating a fusion: a module like NumPy, dtypes, casts, and functions that call an op."""
 
     np: Any
     dtype: Callable[[DType], np.dtype[Any]]
@@ -51,11 +51,11 @@ class Arithmetic:
     apply: Callable[..., Any] = lambda function, *operands: function(*operands)
     function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
     kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # results of a user kernel
-    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets all values of each body, callees first
+    observe: Callable[[Fusion, Mapping[str, Any]], object] = lambda fusion, values: None  # gets the values of each body
 
 
 def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
-    """Outputs for global inputs, in the dtypes of the arithmetic."""
+    """Outputs for global inputs, in the dtypes of `arithmetic`."""
     values = dict(inputs)
     for op in fusion.ops:
         several = op.callee or (op.user_kernel and arithmetic.kernel)
@@ -94,7 +94,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """The results of all calls, then all tensors of the carried values that the calls take, and all that they return."""
+    """Results of a repeat: first those of the function, then for each operand and each result the stack of its values in all calls."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)
@@ -122,7 +122,7 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """Rounds to a dtype, and returns the array in the dtype used for computing."""
+    """Rounds to a dtype, and returns the array in the dtype that computation uses."""
     return cast(array, dtype).astype(_computing_dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Reshard planning: the change that one collective can make, and the sequence of collectives that moves the fewest bytes."""
+"""Plans reshards: the layout changes that one collective can make, and the sequence of collectives that moves the fewest bytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,11 +26,12 @@ DEFAULT_SIZE = 4096  # assumed size of a dim whose size is unknown
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """A reshard step over mesh `axes`. For an op, its kind and attributes.
+    """A reshard step over mesh `axes`, with the kind and the attributes of its op.
 
-    `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from it to dim `to`. In a permute_shards, rank i of
-    a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer moves a
-    tensor to another mesh, by the routes of `blocks`; it must not be partial. The last three kinds state the `target` type.
+    `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from `dim` to dim `to`. In a permute_shards, rank i
+    of a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer
+    moves a tensor that is not partial to another mesh, by the routes of `blocks`. The last three kinds also state the result type,
+    `target`.
     """
 
     kind: str
@@ -39,12 +40,12 @@ class ReshardStep:
     to: int | None = None
     reduction: str = ""
     root: int | None = None
-    sources: tuple[int, ...] | None = None  # None in a plan: they follow from the types before and after
+    sources: tuple[int, ...] | None = None  # None in a plan: the types before and after determine them
     target: TensorType | None = None
     blocks: Transfer | None = None  # None in a plan
 
     def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
-        """Op of this step from `source`, of this type, to the result."""
+        """Op that applies this step to `source`, a value of this type."""
         sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
         axes = MeshAxes(self.axes) if self.axes else None
         reduction, blocks = self.reduction or None, transfer(type, result.type, mesh) if self.kind == "transfer" else None
@@ -62,7 +63,7 @@ class ReshardStep:
         return self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
 
     def applied(self, type: TensorType, mesh: Mesh) -> TensorType:
-        """Type after the step. `mesh` is the program's.
+        """Type after the step. `mesh` is the program's mesh.
 
         Raises Mismatch if the step does not apply to a tensor of this type.
         """
@@ -97,7 +98,7 @@ class ReshardStep:
         return with_layout(type, tuple(after), partial)
 
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
-        """True if the step leads from `type` to the type that it states."""
+        """True if the step changes `type` to `target`, the type that it states."""
         if self.kind == "transfer":
             is_move = not type.partial and not target.partial and type.mesh != target.mesh
             return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))
@@ -110,7 +111,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives, if it held `share` before."""
+        """Amount of data that a rank receives. `share` is the amount that it held before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -118,13 +119,14 @@ class ReshardStep:
 
 
 def step_of(op: Op) -> ReshardStep:
-    """The reshard step that an op does."""
+    """The reshard step of an op."""
     facts: dict[str, Any] = {name: value.names if isinstance(value, MeshAxes) else value for name, value in op.attributes}
     return ReshardStep(op.kind, **facts, target=op.result.type if OPS[op.kind].target else None)
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
-    """The single step from one layout to another. None if it takes several steps or none. `mesh` is the program's."""
+    """The single step from one layout to another. None if there is no such step, or if the layouts are equal. `mesh` is the program's
+    mesh."""
     if source.mesh != target.mesh and source.partial:  # reduced to one rank of each process group
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
@@ -137,9 +139,9 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another that move the fewest bytes. Empty if the layouts are equal.
 
-    `sizes` gives the sizes of symbols. Ties go to fewer steps, then to the order of RESHARD_STEPS and of dims.
+    `sizes` gives values of symbols. Among equal plans, prefers fewer steps, then kinds that are earlier in RESHARD_STEPS, then lower dims.
 
-    Raises ProgramError if there is no sequence.
+    Raises ProgramError if no sequence of steps exists.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
@@ -157,16 +159,16 @@ def is_in_zigzag(type: TensorType) -> bool:
 
 
 def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
-    """Dims that are in zigzag only before or only after."""
+    """Dims that are in zigzag in one of the two types, and split differently in the other."""
     pairs = enumerate(zip(layout(source), layout(target), strict=True))
     return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Legs of a reshard: itself, or two if a dim changes to or from zigzag. Between the steps a rank holds the whole dim, and reorders its
-    pieces.
+    """Splits a reshard into legs: one leg, or two if a dim changes to or from zigzag. Between two legs, each rank holds the whole dim and
+    reorders its pieces.
 
-    In both legs, pieces are numbered in rank order.
+    In both legs, the pieces are numbered in rank order.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -186,7 +188,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
     if source == target:
         return ()
     if (only := reshard_step(source, target, mesh)) is not None:
-        return (only,)  # several steps never move less
+        return (only,)  # several steps never move fewer bytes than one
     if source.mesh != target.mesh:
         return _plan_across(source, target, mesh)
     known = dict(sizes)
@@ -205,7 +207,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # tie-breaker, so the heap never compares types
+            found += 1  # tie-breaker; without it the heap would compare types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
@@ -216,8 +218,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Reductions of a partial value to one rank of each group. The result has the target's mesh if the ranks match, or else the other mesh
-    axes."""
+    """Reductions of a partial value to one rank of each process group. If these ranks hold the shards that the target needs, the result has
+    the target's type. Otherwise it is on a mesh of these ranks, without the reduced axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -230,26 +232,28 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """Reduces a partial value on its own mesh, to one rank per group or scattered like the target, then moves it."""
+    """Reduces a partial value on its mesh, and then transfers it. The reduction leaves the value on all ranks, scattered along a dim that
+    the target splits, or on one rank per process group."""
     if target.partial:
         return None
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
-    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups with the same data
+    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups that reduce the same data
     ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
         reduced = first.target or first.applied(source, program)
         after = transfer(reduced, target, program)
         steps = (first, *((ReshardStep("transfer", target=target),) if reduced != target else ()))
-        here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in multiples of the tensor
+        here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in units of the tensor's size
         moved = here + after.share(reduced.mesh_in(program).size_of(reduced.axes))
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims that the target splits, and along which a reduce-scatter leaves each rank with as much data as it needs."""
+    """Dims along which the partial value can be reduce-scattered before a transfer: the target splits them into a multiple of as many
+    blocks."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return
@@ -260,7 +264,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 
 
 def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
-    """Bytes that a rank receives during a reshard on one mesh, and the number of communications."""
+    """Bytes that a rank receives during a reshard on one mesh, and the number of collectives."""
     moved, count = Fraction(0), 0
     for now, end in in_rank_order(source, target):
         for step in plan(now, end, mesh, sizes, None):
@@ -271,7 +275,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
-    """Number of local elements along each dim. Symbols missing in `sizes` count as 4096."""
+    """Number of local elements along each dim. A symbol that is not in `sizes` counts as 4096."""
 
     def typical(size: Size) -> Fraction:
         return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
@@ -285,17 +289,17 @@ def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[F
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """All steps that can lead towards the target, on the same mesh."""
+    """All steps on the same mesh that can be part of a plan for the target."""
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # other partial values are gathered instead
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # values with other reductions are gathered instead
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if a dim can be split further. Uneven blocks cannot, since further axes would give different blocks."""
+        """True if `axes` can split a dim further. A dim that is split unevenly cannot be split further, because the blocks would differ."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -327,7 +331,8 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Permutations of all ranks' blocks to the target, or of one dim's axes. Every dim keeps its number of blocks."""
+    """Permutations of the ranks' shards: to the target's layout, or to another order of one dim's axes. Every dim keeps its number of
+    shards."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
@@ -340,7 +345,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """Source of each rank's shard in its process group. A rank that has its shard already is its own source."""
+    """Source of each rank's shard in its process group. A rank that already has its shard is its own source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):
@@ -350,6 +355,6 @@ def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) 
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
-    """Shard indices of the ranks of the first process group along `axes`, in the group's order."""
+    """Shard indices of the ranks in the first process group along `axes`, in the group's order."""
     mesh = type.mesh_in(program)
     return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

@@ -1,4 +1,4 @@
-"""Helpers for passes over fusions: unique names, consumers, dead code, and functions."""
+"""Helpers for passes over fusions: unique names, consumers, dead code elimination, and functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class FreshNames:
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """Ops that an output depends on. Unused communication is removed on all ranks."""
+    """Keeps the ops that an output depends on. Unused communication is removed too, because all ranks remove it alike."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:
@@ -35,7 +35,7 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
-    """Consumers of each value, one entry per use: the op, or None for the caller."""
+    """Consumers of each value, one entry per use: the op, or None if the value is returned."""
     result: dict[str, list[Op | None]] = {name: [] for name in fusion.values()}
     for op in fusion.ops:
         for name in op.tensors:
@@ -46,14 +46,15 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
-    """Replaces the ops by others of the same names in another order. A loop stays one, at the place of its first op."""
+    """Replaces the body by `ops`, the same ops or replacements with equal result names, in a new order. A loop moves to the position of its
+    first op."""
     firsts = {loop.ops[0].result.name for loop in fusion.loop_of.values()}
     kept = (op for op in ops if op.result.name in firsts or op.result.name not in fusion.loop_of)
     return replace(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
 
 
 def without_loops(fusion: Fusion) -> Fusion:
-    """States chunk loops as streams, from which `choose_overlap` forms loops again."""
+    """Replaces chunk loops by stream annotations, from which `choose_overlap` can form the loops again."""
 
     def streamed(op: Op, loop: ChunkLoop) -> Op:
         given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)
@@ -68,7 +69,8 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs to the front. A loop over several matmuls needs, for example, transposed weights before it."""
+    """Moves views of inputs to the front of the program. A loop over several matmuls then finds, for example, transposed weights before
+    it."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
@@ -81,7 +83,7 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
 
 
 def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
-    """Applies a function to every function of a fusion, callees first, then to the fusion. Callers see the rewritten callees."""
+    """Applies `apply` to every function of a fusion, callees first, then to the fusion. Callers get the rewritten callees."""
     done: dict[str, Fusion] = {}
 
     def linked(item: Op | ChunkLoop) -> Op | ChunkLoop:
@@ -93,7 +95,7 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces some symbolic sizes by ints. Results keep the shardings of `outputs`, whose types are symbolic.
+    """Replaces some symbolic sizes by ints. Results keep the shardings of `outputs`, which are types with symbolic sizes.
 
     Raises ProgramError if a quotient is not an int at these sizes.
     """
@@ -111,7 +113,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return replace(body, inputs=inputs, body=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
-        """Attributes with known sizes. Negative indices become nonnegative if the dim is an int."""
+        """Attributes with ints for known sizes. A negative index becomes nonnegative if the dim's size is an int."""
         made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
         if first := {"select": INDEX, "slice": START}.get(op.kind):
             size = types[op.tensors[0]].shape[op[AXIS]]
@@ -120,7 +122,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     made = map_functions(without_loops(fusion), bound)
     names = FreshNames(made)
-    groups = made.returned or (None,) * len(made.outputs)  # the repeated functions determine their shardings
+    groups = made.returned or (None,) * len(made.outputs)  # the function of a repeat determines their shardings
     returned = zip(made.outputs, outputs, groups, strict=True)
     results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
@@ -128,9 +130,9 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
-    """The traced program on a mesh with the same axes of other sizes.
+    """The traced program on a mesh with the same axes and new sizes.
 
-    Raises ProgramError if tensors are on some ranks only.
+    Raises ProgramError if a tensor is on a mesh of some ranks.
     """
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, whose ranks are numbered"
@@ -139,14 +141,15 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
 
 
 def inlined(fusion: Fusion) -> Fusion:
-    """Inlines all calls, including each call of a repeat, before the first pass.
+    """Inlines all calls of a traced program, including each call of a repeat.
 
-    Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
+    Value `h` of function `@layer` becomes `layer_h`, with a number appended if that name is taken. Arguments are resharded to the types of
+    the parameters.
     """
     fusion = unrolled(without_loops(fusion))
     fresh = FreshNames(fusion).new
 
-    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names here
+    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names in the caller
 
     def expanded(op: Op) -> list[Op]:
         if op.callee is None:
@@ -173,14 +176,14 @@ def inlined(fusion: Fusion) -> Fusion:
 
 
 def needs_ranks(fusion: Fusion) -> str:
-    """Reason why a single device with global tensors cannot compute the fusion, or ""."""
+    """Reason why one device cannot compute the fusion on global tensors, or ""."""
     if fusion.user_kernels:
         return f"@{fusion.user_kernels[0].name}, a kernel of the user, is written for the blocks of one rank"
     return next((f"each rank has a different term of {value.name}" for value in fusion.inputs if value.type.partial), "")
 
 
 def on_one_device(fusion: Fusion) -> Fusion:
-    """The same math on global tensors: without sharding, with reshards as copies, without chunk loops."""
+    """The same math on global tensors: no shardings, copies in place of reshards, and no chunk loops."""
 
     def unsharded(value: Value) -> Value:
         dims = tuple(Dim(dim.size) for dim in value.type.dims)

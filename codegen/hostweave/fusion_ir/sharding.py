@@ -32,20 +32,20 @@ def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Sharding of an op's operands and result, if no other is stated.
+    """Shardings of an op's operands and result that the op would choose by itself.
 
-    `result` is the layout that the operands' shardings give the result. `reduced` has the mesh axes of each reduced label, over which the
-    result is partial.
+    `result` is the layout of the result that follows from the operands' shardings. `reduced` maps each reduced label to its mesh axes; the
+    result is partial over them.
     """
 
     indices: IndexMap
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # required layouts of operands, if stated: by a function or a user kernel
+    taken: tuple[Layout, ...] | None = None  # layouts that a function or user kernel requires of its operands; None for other ops
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if a dim of the result can be split like `wanted`, by splitting the matching dims of the operands."""
+        """True if a dim of the result can be split like `wanted`, by splitting the dims of the operands with the same label."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
@@ -57,22 +57,23 @@ class ShardingRule:
         return tuple(axis for axes in self.reduced.values() for axis in axes)
 
     def operands(self, result: Layout) -> tuple[Layout, ...]:
-        """Layout of each operand for which the op gives `result`. Partial axes must not split the result."""
+        """Layouts of the operands with which the op produces layout `result`. Partial axes must not split the result."""
         if self.taken is not None:
             return self.taken
         axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """Layout that the op itself gives for a final layout `result`, without the partial axes."""
+        """Layout that the op produces before the reduction of its partial sum, if the final layout is `result`."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
-    """Derives the sharding rule of an op. `mesh` is the program's.
+    """Derives the sharding rule of an op. `mesh` is the program's mesh.
 
-    Kept labels take precedence over reduced ones, and earlier operands over later ones, unless the op's entry says otherwise.
+    If one mesh axis splits several dims, labels that the result keeps win over reduced ones. Then earlier operands win over later ones,
+    unless the op's entry says otherwise.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -91,7 +92,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             into[label] = free
             used.update(free)
 
-    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # dims of each label
+    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # all dims with a given label
     labelled = [list(zip(labels, type.dims, strict=True)) for labels, type in zip(indices.operands, operands, strict=True)]
     for label, dim in chain.from_iterable(labelled):
         walked.setdefault(label, []).append(dim)
@@ -119,30 +120,31 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
-    """Outermost axes whose ranks can share the dims of a label."""
+    """Longest prefix of the axes whose ranks can split the dims of a label."""
     prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
     return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if the ranks along axes can share the dims of a label.
+    """True if the ranks along `axes` can split the dims of a label.
 
-    Axes in zigzag cannot share a dim whose indices, or whose blocks, count from the rank's first one.
+    Axes in zigzag cannot split a dim if its indices depend on data or if the op reorders its blocks: both count from the rank's first
+    index.
     """
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim of a label can be split like `dim`. Labels of blocks can always be split, because each rank has one block of any
+    """True if another dim of a label can be split like `dim`. A label of blocks always can, because each rank has one block of any
     length."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Pending reduction of the result: along dims that the op reduces, and of partial operands of a linear op.
+    """Pending reduction of the result: over the mesh axes of reduced dims, and over those of a partial operand if the op is linear in it.
 
-    Raises ProgramError if an operand is partial and the op is not linear in it.
+    Raises ProgramError if an operand is partial and the op is not linear in it, or if two reductions differ.
     """
     own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
@@ -158,7 +160,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op commutes with the sum of these partial operands, without further rounding."""
+    """True if the op commutes with the sum of these partial operands, without additional rounding."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype
@@ -173,14 +175,14 @@ def partial_axes(type: TensorType) -> Axes:
 
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
-    """True if the ranks along `axes` can split the dim evenly, as far as its size is known."""
+    """True if the ranks along `axes` can split the dim evenly. A symbolic size counts as even."""
     return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim of the same index can be split like `dim`. Both must divide evenly.
+    """True if another dim with the same label can be split like `dim`. Both must divide evenly.
 
-    In zigzag, a symbolic size of the other dim must be a multiple.
+    In zigzag, a symbolic size of the other dim must be a multiple of this dim's size.
     """
     if dim.size == other.size:
         return True

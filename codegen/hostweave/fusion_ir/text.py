@@ -1,4 +1,4 @@
-"""Parser of fusions: `parse_fusion(str(f)) == f`. One op per line, also in the kernels of the host IR."""
+"""Parser of fusions: `parse_fusion(str(f)) == f`. The ops of kernels in the host IR have the same text, one op per line."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ Defined = TypeVar("Defined", UserKernel, Fusion)
 def parse_fusion(text: str) -> Fusion:
     """Parses and verifies the text of a fusion.
 
-    Raises ParseError with line and column if the text is not valid, and ProgramError with the line if the program is not.
+    Raises ParseError with line and column if the text is malformed, and ProgramError with the line if the program is invalid.
     """
     reader, user_kernels, functions = Reader(text), dict[str, UserKernel](), dict[str, Fusion]()
 
@@ -100,9 +100,9 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """Parses one line of ops. `functions` can be called, and `user_kernels` launched.
+    """Parses one line with one op. `functions` and `user_kernels` are those that the op may name.
 
-    If `known` is given, operands must be among these values.
+    If `known` is given, operands must be in it.
     """
     location = Location("text", reader.line())
     result = parse_value(reader)

@@ -1,4 +1,4 @@
-"""Unrolls repeats into single calls, for code that reads a program op by op and may be large."""
+"""Unrolls repeats into single calls. The result is large; it is for code that reads a program op by op."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +12,14 @@ from hostweave.types.size import Size
 
 
 def unrolled(fusion: Fusion) -> Fusion:
-    """The same program with calls in place of repeats, and with the tensors of groups one by one."""
+    """The same program with calls in place of repeats, and with separate tensors in place of parameter groups."""
     return _Unrolling(fusion).fusion() if any(op.kind == "repeat" for op in fusion.ops) or fusion.depths else fusion
 
 
 class _Unrolling:
     def __init__(self, given: Fusion):
         self.given, self.taken = given, {*given.values(), *(value.name for value in (*given.arguments, *given.results))}
-        self.elements = {value.name: value.group.names for value in given.inputs if value.group}  # group or stack -> its tensors
+        self.elements = {value.name: value.group.names for value in given.inputs if value.group}  # parameter group -> names
         self.returned = {name: group.names for name, group in zip(given.outputs, given.returned, strict=False) if group}
         self.same: dict[str, str] = {}
         self.repeats = {op.result.name for op in given.ops if op.kind == "repeat"}
@@ -47,7 +47,7 @@ class _Unrolling:
             yield op.renamed(self.same)
 
     def stack(self, name: str) -> Iterator[Op]:
-        """Joins the elements of a stack that an op reads as a whole."""
+        """Concatenates the tensors of a stack, for an op that reads the whole stack."""
         if name not in self.elements or name in self.same:
             return
         parts, type = list[str](), self.given.values()[name].type
@@ -67,7 +67,7 @@ class _Unrolling:
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
         taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
         firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
-        whole = results + len(function.inputs)  # from here on: all tensors of a carried value that the calls return
+        whole = results + len(function.inputs)  # outputs from this index on are the stacks of all carried values
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
         for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
@@ -108,7 +108,7 @@ class _Unrolling:
                 self.elements[names[index]] = tuple(made[call] for call in range(depth))
 
     def selected(self, stack: str, depth: int) -> Iterator[Op]:
-        """Takes the tensors of a stack that another op made one by one."""
+        """Selects each tensor of a stack that another op made."""
         if stack in self.elements:
             return
         type = unsharded(self.given.values()[stack].type)

@@ -1,4 +1,4 @@
-"""User kernels in CUDA C++: their arguments, launch, and text in both IRs.
+"""User kernels in CUDA C++: arguments, launch configuration, and their text in both IRs.
 
     user_kernel @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
       "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"
@@ -6,7 +6,7 @@
       "}"
     }
 
-An optional `cpu { ... }` holds the function for the CPU target. A kernel works on the local tensors of a rank.
+The optional `cpu { ... }` contains a function for the CPU target. A kernel works on the local tensors of one rank.
 """
 
 import json
@@ -25,7 +25,7 @@ INDENT = "  "
 
 @dataclass(frozen=True)
 class KernelArgument:
-    """Argument of a kernel: a tensor that it reads (in) or writes (out), a local size, or a number."""
+    """Argument of a kernel: an input tensor (in), an output tensor (out), a local size, or a number."""
 
     role: str  # in, out, size or number
     type: TensorType | None = None
@@ -40,7 +40,7 @@ class KernelArgument:
 
 @dataclass(frozen=True)
 class UserKernel:
-    """A kernel of the user. The product of the dims `grid` is divided by `per` to get the number of thread blocks."""
+    """A kernel that the user wrote. The number of thread blocks is the product of the dims in `grid`, divided by `per` and rounded up."""
 
     name: str
     function: str  # name of the C++ function
@@ -49,8 +49,8 @@ class UserKernel:
     per: int
     block: int  # threads per block
     lines: tuple[str, ...]
-    cpu: tuple[str, ...] = ()  # separate function for the CPU target, if any
-    location: Location | None = field(default=None, compare=False)  # location of the first line
+    cpu: tuple[str, ...] = ()  # function for the CPU target, if it differs
+    location: Location | None = field(default=None, compare=False)  # location of the first line of `lines`
     cpu_location: Location | None = field(default=None, compare=False)
 
     @property
@@ -63,7 +63,7 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """C++ signature without comments: `__global__ void scale(const float* x, float* y)`. None if the source lacks it."""
+        """C++ signature without comments: `__global__ void scale(const float* x, float* y)`. None if it is not found in the source."""
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
         text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
         found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)
@@ -74,9 +74,9 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Checks that the CPU target, with one thread per kernel, can compile the source.
+    """Checks that the CPU target, which runs a kernel with one thread, can compile the source.
 
-    Raises ProgramError if it uses threads or other GPU features.
+    Raises ProgramError if the source uses threads or other GPU features.
     """
     if kernel.cpu:
         return
@@ -96,7 +96,7 @@ def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """Number of items that the thread blocks of a launch share."""
+    """Number of items over which the thread blocks of a launch are distributed."""
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
@@ -104,7 +104,7 @@ def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def print_user_kernel(kernel: UserKernel) -> list[str]:
-    """Lines of a kernel's text, one string per line of C++."""
+    """Text of a kernel as lines. Each line of C++ is one string literal."""
     per = f" by {kernel.per}" if kernel.per != 1 else ""
     head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"
     lines = [f"{head} grid({', '.join(map(str, kernel.grid))}{per}) block({kernel.block}) {{", *_quoted(kernel.lines), "}"]
@@ -118,7 +118,7 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 
 def parse_user_kernel(reader: Reader) -> UserKernel:
-    """Parses a kernel after its first word."""
+    """Parses the rest of a kernel, after the word `user_kernel`."""
     name = reader.global_name("a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")

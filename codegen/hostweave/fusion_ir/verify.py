@@ -1,4 +1,4 @@
-"""Verifier of fusions: infers every type again and compares. Runs before the first pass and after each."""
+"""Verifier of fusions: infers every type again and compares it with the stated one. Runs before the first pass and after each pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +17,10 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Levels of checks. "input" is a traced fusion; each other level is the pass after which stricter rules hold.
+# Levels of strictness. "input" is a traced fusion. Each other level is the name of the pass after which its rules hold.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
-# Examples of required attributes, for messages.
+# Examples of required attributes, for error messages.
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
@@ -32,7 +32,7 @@ class NamedValue(Protocol):
 
 
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
-    """Verifies a fusion at one of LEVELS, its functions first.
+    """Verifies the functions of a fusion and the fusion, at one of LEVELS.
 
     Raises ProgramError with the op's location if a rule is violated.
     """
@@ -69,7 +69,8 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_groups(body: Fusion) -> None:
-    """Checks that each tensor of a group is passed separately: ops repeat over it or select one, and no shard of the depth is anywhere."""
+    """Checks that only repeats and selects use parameter groups, and that the first dim of a group is an unsharded name with the right
+    size."""
     groups = {value.name: value.group for value in body.inputs if value.group}
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
         depth = body.values()[name].type.dims[:1]
@@ -146,7 +147,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 
 
 def _verify_further_results(body: Fusion) -> None:
-    """Checks further results of kernels and calls."""
+    """Checks `output` ops, which name further results of kernels and calls."""
     made = {op.result.name: op.user_kernel for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind in ("call", "repeat")}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
@@ -158,12 +159,13 @@ def _verify_further_results(body: Fusion) -> None:
             raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
-            if wanted != replace(op.result.type, mesh=None):  # a kernel runs on the mesh of its operands
+            if wanted != replace(op.result.type, mesh=None):  # type of the kernel's output; the mesh is that of the kernel's operands
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
 def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
-    """Checks the stream of a value. Before `choose_overlap` it requests a loop. Inside a loop it has only the dim and the algorithm."""
+    """Checks the stream of a value. Before `choose_overlap` it requests a loop. Inside a loop it may state only the dim and the
+    algorithm."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
         raise ProgramError(f"{here}: an op in a loop states its dim alone, and its algorithm; write stream(0)", op.location)
@@ -186,14 +188,14 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
 
 
 def _verify_loops(fusion: Fusion) -> None:
-    """Checks what chunk loops state: their steps, chunking and rotation, and the gather that delivers one shard per step."""
+    """Checks the attributes of chunk loops: number of iterations, chunking, rotation, and the gather whose shards a loop uses."""
     for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
         if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
             raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)
 
 
 def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
-    """Fault in the steps of a loop, or ""."""
+    """Error in the iterations of a loop, or ""."""
     first, values = loop.ops[0], fusion.values()
     dim, types = first.result.walked.dim, [first.result.type, *(values[name].type for name in first.tensors if first.kind in RESHARDS)]
     size, shards = types[0].shape[dim], max(type.mesh_in(fusion.mesh).size_of(type.dims[dim].axes) for type in types)
@@ -209,7 +211,7 @@ def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
 
 
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
-    """Fault in the gather whose shards a loop takes, or ""."""
+    """Error in the gather whose shards a loop uses, or ""."""
     made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
     gather = made.get(loop.gathered)
     if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":
@@ -235,7 +237,7 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """Checks that a renumber goes between zigzag and rank order, over the ranks that hold the pieces."""
+    """Checks that a renumber converts between zigzag and rank order, with the order of the pieces on these ranks."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)
@@ -282,7 +284,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        if level < LEVELS.index("insert_reshards"):  # shardings are not final
+        if level < LEVELS.index("insert_reshards"):  # shardings are not final before this pass
             given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
         if not given.fills(wanted):
             raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; give them the same dims")

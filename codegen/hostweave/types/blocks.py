@@ -1,4 +1,4 @@
-"""Blocks of tensors, cut where ranks share their dims. The last blocks of a dim may be short or empty."""
+"""Cuts local tensors into blocks, and routes blocks between meshes. The last blocks of a dim may be short or empty."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of local size `size`, cut where the shards of `blocks` ranks of the global dim begin. Text: `4 of M`."""
+    """A dim of local size `size`, split into `blocks` blocks. The cuts are where `blocks` ranks would split the global dim. Text: `4 of
+    M`."""
 
     blocks: int
     size: Size
@@ -29,7 +30,7 @@ class Cut:
         return self.local.size if self.local else self.size
 
     def starts(self, sizes: Sizes) -> list[int]:
-        """Local start of each block, and the end of the last one."""
+        """Local index at which each block starts, followed by the end of the last block."""
         local = self.local.indices(sizes) if self.local else range(self.size.bind(sizes))
         end = self.global_size.bind(sizes)
         first = [local_range(end, self.blocks, block).start for block in range(self.blocks)]
@@ -43,7 +44,7 @@ Cuts = tuple[Cut, ...]
 
 
 def boxes(cuts: Cuts, sizes: Sizes) -> list[tuple[slice, ...]]:
-    """Blocks of a tensor as slices, in row-major order."""
+    """Blocks of a tensor, each as one slice per dim, in row-major order."""
     return [tuple(slice(*ends) for ends in box) for box in product(*(pairwise(cut.starts(sizes)) for cut in cuts))]
 
 
@@ -52,7 +53,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """True if the blocks in order are the tensor's memory layout: only the first dim longer than 1 is cut."""
+    """True if concatenating the blocks gives the tensor's memory: only the first dim longer than 1 is cut."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -75,11 +76,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Routes of a tensor from one mesh to another. Every receiver gets each of its blocks once.
+    """Routes of the blocks of a tensor from one mesh to another. Every receiver gets each of its blocks exactly once.
 
-    Senders cut each dim of their local tensor into `sent` blocks, receivers into `received` blocks, in row-major order. A rank that already
-    holds a block sends it to itself. Otherwise the holders of a block serve its receivers in rotation. If ranks may share a dim unevenly,
-    blocks end where a shard of either side ends, and any of them may be empty.
+    Senders cut each dim of their local tensor into `sent` blocks, and receivers into `received` blocks, both in row-major order. If a
+    receiver already holds a block, its route begins and ends at that rank. Otherwise the ranks that hold the block take turns to send it,
+    receiver by receiver. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends. Such blocks may
+    be empty.
     """
 
     sent: tuple[int, ...]
@@ -96,7 +98,7 @@ class Transfer:
 
     @property
     def receivers(self) -> dict[int, tuple[int, ...]]:
-        """Receivers of each sender."""
+        """Maps each sender to its receivers."""
         found: dict[int, tuple[int, ...]] = {}
         for route in self.moved:
             found[route.sender] = (*found.get(route.sender, ()), route.receiver)
@@ -104,22 +106,22 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """True if a rank would send its whole local tensor to several others. A broadcast then sends it only once."""
+        """True if some rank sends its whole local tensor to several others. A broadcast sends it only once."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
     def distance(self, senders: int) -> int | None:
-        """Distance in ranks, if all blocks travel equally far and each of `senders` ranks sends one block. None otherwise."""
+        """Receiver minus sender, if this is equal for all routes and each of `senders` ranks sends one block. None otherwise."""
         far = {route.receiver - route.sender for route in self.routes}
         one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
         return far.pop() if len(far) == 1 and one_each else None
 
     def share(self, shards: int) -> Fraction:
-        """Amount of data that travels between ranks, as a fraction of the tensor, which has `shards` shards."""
+        """Number of bytes that travel between ranks, as a fraction of the tensor's bytes. The tensor has `shards` shards."""
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if every rank of the target's mesh gets each of its blocks once, from a rank that holds it."""
+        """True if every rank of the target's mesh gets each of its blocks exactly once, from a rank that holds the block."""
         old, wanted = source.mesh_in(program), _wanted(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -135,24 +137,25 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """Cuts of a dim that `have` ranks share, and that `want` ranks will share."""
+    """A dim that is split over `have` ranks before a transfer, and over `want` ranks after it."""
 
     size: Size
     have: int
     want: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
-        """True if blocks may differ in size, given the sizes that ranks may share `uneven`ly."""
+        """True if blocks may differ in size. `uneven` contains the symbols whose sizes may not divide evenly."""
         return self.is_crossed or (self.have != self.want and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
-        """True if each block of one side may overlap each block of the other side."""
+        """True if any source shard may overlap any target shard, because both shard counts may divide the dim unevenly."""
         return 1 < self.have != self.want > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
-        """Smallest number of equal blocks such that each shard of both sides is a whole number of blocks."""
+        """Least common multiple of the two shard counts: with this many equal blocks, each shard on either side is a whole number of
+        blocks."""
         return lcm(self.have, self.want)
 
     @property
@@ -164,7 +167,7 @@ class SharedDim:
         return self.have if self.is_crossed else self.ranks // self.want
 
     def source(self, target: int, number: int) -> tuple[int, int]:
-        """Source shard and block index there, for block `number` of shard `target`."""
+        """Source shard, and block index in that shard, of block `number` of target shard `target`."""
         return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
 
 
@@ -176,13 +179,13 @@ def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[
 
 @lru_cache(maxsize=4096)
 def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
-    """Routes of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
+    """Routes from the layout and mesh of `source` to those of `target`. The tensor is not partial."""
     old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_place(source, old, rank), []).append(rank)
-    turns: dict[int, int] = {}  # rank -> its position among the ranks that hold the same shard
-    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> the ranks found so far
+    turns: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
+    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks found there so far, minus 1
     for rank in new.all_ranks:
         place = _place(target, new, rank)
         turns[rank] = copies[place] = copies.get(place, -1) + 1
@@ -194,7 +197,7 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
 
 
 def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
-    """Maps each receiver and block index to the source shard's position and the block index there."""
+    """Maps each receiver and its block index to the position of the source shard and the block index in that shard."""
     new, dims, wanted = target.mesh_in(program), shared_dims(source, target, program), {}
     for rank in new.all_ranks:
         place = _place(target, new, rank)

@@ -1,4 +1,4 @@
-"""Groups: tensors that a caller passes one by one, and that a program repeats over: `w_0` to `w_31`."""
+"""Parameter groups: tensors such as `w_0` to `w_31`, which a caller passes separately and a repeat iterates over."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """How the tensors of a group are named outside: from `first` to `last`, which differ in one number.
+    """Names of the tensors of a parameter group: from `first` to `last`, which differ in one number.
 
-    In a program a group is one tensor, whose outermost dim is its number of tensors, the `depth`. Its tensors have unrelated addresses, so
-    only one of them can be viewed at a time. Adjacent groups of one `struct` are passed interleaved: `w_0, v_0, w_1, v_1`, as an array of
-    structs.
+    In a program, a group is one tensor. Its outermost dim, the `depth`, is the number of tensors. These have unrelated addresses, so a view
+    covers only one of them. Adjacent groups with the same `struct` are passed as an array of structs: `w_0, v_0, w_1, v_1`.
     """
 
     first: str
@@ -33,7 +32,7 @@ class ParameterGroup:
 
     @property
     def pattern(self) -> tuple[str, int, str]:
-        """The words before the number, the first number, and the words after it."""
+        """Text before the number, the first number, and text after it."""
         found = between(self.first, self.last)
         assert found is not None
         return found[0], found[1], found[3]
@@ -43,7 +42,7 @@ class ParameterGroup:
 
 
 def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """If two names differ in one number: the text around it, and both numbers. None if there is no such number."""
+    """Text before the number, both numbers, and text after it, if two names differ in one number. None otherwise."""
     for match in re.finditer(r"\d+", first):
         before, after = first[: match.start()], first[match.end() :]
         middle = last[len(before) : len(last) - len(after)]
@@ -64,7 +63,7 @@ T = TypeVar("T", bound=InGroup)
 
 
 def one_by_one(parameters: Iterable[T]) -> Iterator[tuple[T, int | None, str]]:
-    """Every tensor that a caller passes, in order: its parameter, its number in the group or None, and its name."""
+    """Every tensor that a caller passes, in order: its parameter, its index in the parameter group (or None), and its name."""
     for struct, members in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
         if struct is None:
             yield from ((p, None, p.name) for p in members)

@@ -14,19 +14,20 @@ from hostweave.base.signatures import checked, checked_arguments
 Points = tuple[tuple[float, float], ...]  # pairs of bytes and seconds, by increasing bytes
 
 LINKS = ("collective", "put", "get")
-HOST = 8  # GPUs per host, if no network states it
+HOST = 8  # GPUs per host, unless a `Network` gives another number
 
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times until one rank of a group has received data. A collective receives from all others, a put or a get from one."""
+    """Measured times until one rank has received its data. In a collective it receives from all other ranks, in a put or get from one."""
 
     by: str  # one of LINKS
     ranks: int
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Interpolates linearly between the points. Extrapolates the last segment, and uses the first point for smaller sizes."""
+        """Seconds for `size` bytes. Interpolates linearly between the points, and extrapolates the last segment. Below the first point, the
+        time is constant."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -36,9 +37,10 @@ class Link:
 @checked_arguments
 @dataclass(frozen=True)
 class Network:
-    """Network between hosts. Each GPU has its own share of the bandwidth, in both directions at once.
+    """Network between hosts. Each GPU has the full `bandwidth`, in both directions at the same time.
 
-    `source` tells where the figures are from, as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Ranks fill one host after another.
+    `source` says where the figures come from, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Consecutive ranks fill one host before the
+    next.
 
     Raises ProgramError for figures that are not above 0.
 
@@ -61,7 +63,7 @@ class Network:
             raise ProgramError(f"Network: source={self.source!r} is not a string; pass the origin of the figures")
 
     def seconds(self, size: float, messages: int = 1) -> float:
-        """Seconds for `size` bytes from one GPU, in consecutive messages."""
+        """Seconds to send `size` bytes from one GPU, in `messages` consecutive messages."""
         return messages * self.latency + size / self.bandwidth
 
 
@@ -69,9 +71,10 @@ class Network:
 class Machine:
     """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
 
-    A matmul runs in waves with one tile per multiprocessor. A wave takes its operations divided by `flops`, plus `wave`. `refused` lists
-    transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks cannot access each other's memory.
-    `no_scales` lists kinds of scales (tensor, row or block) that matmuls of 8-bit floats cannot have, each with the reason.
+    A matmul runs in waves. In a wave, each multiprocessor computes one tile. The wave takes its floating-point operations divided by
+    `flops`, plus `wave`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
+    cannot access each other's memory. `no_scales` lists the kinds of scales (tensor, row or block) that matmuls of 8-bit floats do not
+    support, each with the reason.
     """
 
     name: str
@@ -79,21 +82,21 @@ class Machine:
     flops: float  # floating-point operations per second of 16-bit matmuls
     wave: float  # seconds of overhead per wave
     memory: float  # bytes per second, read and written
-    launch: float  # seconds of an empty kernel
+    launch: float  # seconds that launching an empty kernel takes
     links: tuple[Link, ...] = field(repr=False)
-    cache: float = 50e6  # bytes of the cache in front of the memory
+    cache: float = 50e6  # bytes of the L2 cache
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
-    stands_for: str = ""  # name of a GPU without figures, for which these are used
+    stands_for: str = ""  # name of a GPU without measured figures; the figures of another GPU are used for it
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
-        """Number of hosts of these ranks of the program."""
+        """Number of hosts that these ranks of the program run on."""
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
-        """The link measured for the number of ranks closest to `ranks`. In a tie, the larger number wins."""
+        """The link with this `by`, measured with the number of ranks closest to `ranks`. In a tie, the larger number wins."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
 
     def without(self, transport: str, why: str) -> Machine:
@@ -132,7 +135,7 @@ class Machine:
 
 KB, MB = 2**10, 2**20
 
-# H200 in one host with NVLink: the default figures if none were measured.
+# H200 in one host with NVLink. These figures are the default if none were measured.
 H200 = Machine(
     name="NVIDIA H200",
     multiprocessors=132,
@@ -156,5 +159,5 @@ SHIPPED = {machine.name: machine for machine in (H200, H100)}
 
 
 def shipped(name: str) -> Machine:
-    """Figures of a GPU by its name. A GPU without figures gets the figures of H200, with `stands_for` set to its name."""
+    """Figures of a GPU by its name. An unknown GPU gets the figures of H200, with `stands_for` set to the GPU's name."""
     return SHIPPED.get(name) or replace(H200, stands_for=name)

@@ -1,4 +1,4 @@
-"""Meshes: the ranks of a program with named axes, and the local share of each rank."""
+"""Meshes of ranks with named axes, and the shard of a dim that each rank holds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ MAX_RANKS = 2**16  # largest number of ranks in a mesh
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are row-major, the last axis fastest.
+    """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are in row-major order: the last axis varies
+    fastest.
 
-    `hw.Mesh()` is a single device. Use `ranks` to make a mesh of some ranks.
+    `hw.Mesh()` is a single device. The method `ranks` makes a mesh of some of the ranks.
 
     Raises ProgramError if an axis has no name or a size below 1, or if there are more than 65536 ranks.
 
@@ -27,7 +28,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
-    members: tuple[int, ...] | None  # None: all ranks of the program, from 0 on
+    members: tuple[int, ...] | None  # None: all ranks of the program, starting at 0
 
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
@@ -49,12 +50,12 @@ class Mesh:
 
     @checked
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
-        """Mesh of some ranks of this mesh, in the given order.
+        """Mesh of the given ranks of this mesh, in the given order.
 
-        `axes` gives the sizes of its axes by name. Without `axes`, a mesh with one axis keeps that axis. If this mesh has several axes, the
-        ranks must form a block, which keeps the axes along which they differ.
+        `axes` gives the names and sizes of the new mesh's axes. Without `axes`, the new mesh has the axes of this mesh. If this mesh has
+        several axes, the ranks must then form a block in row-major order. The new mesh keeps the axes along which the ranks differ.
 
-        Raises ProgramError if the ranks do not form a block, or if this mesh lacks one of them.
+        Raises ProgramError if the ranks do not form a block, or if a rank is not in this mesh.
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
@@ -81,7 +82,7 @@ class Mesh:
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
     def with_sizes(self, sizes: int | Mapping[str, int]) -> Mesh:
-        """The mesh with other sizes of the given axes. An int is the size of the only axis.
+        """The mesh with new sizes of the given axes. An int is the size of the only axis.
 
         Raises ProgramError if the mesh does not have such an axis.
         """
@@ -107,13 +108,13 @@ class Mesh:
 
     @property
     def is_run(self) -> bool:
-        """True if its ranks are consecutive numbers."""
+        """True if its ranks are consecutive integers."""
         first = self.all_ranks[0]
         return tuple(self.all_ranks) == tuple(range(first, first + self.size))
 
     @property
     def label(self) -> str:
-        """Name for a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
+        """Identifier for a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
         ranks = self.all_ranks
         if len(ranks) > 2 and self.is_run:
             return f"ranks_{ranks[0]}_to_{ranks[-1]}"
@@ -124,11 +125,11 @@ class Mesh:
         return dict(self.axes)[axis]
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """Number of ranks of a process group along `axes`."""
+        """Number of ranks in a process group along `axes`."""
         return prod(map(self.axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Coordinate of a rank along `axis`. `rank` is its number in the program."""
+        """Coordinate of a rank of the program along `axis`."""
         index = self.all_ranks.index(rank)
         for name, size in reversed(self.axes):
             if name == axis:
@@ -137,7 +138,7 @@ class Mesh:
         raise KeyError(axis)
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
-        """Number of a rank in its process group along `axes`."""
+        """Index of a rank in its process group along `axes`."""
         number = 0
         for axis in axes:
             number = number * self.axis_size(axis) + self.coordinate(rank, axis)
@@ -180,14 +181,14 @@ def _named_sizes(sizes: Any) -> str:
     return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"
 
 
-# --- local sizes of ranks ---------------------------------------------------------------------------------------------
+# --- shards of dims ---------------------------------------------------------------------------------------------------
 
 
 Sizes = Mapping[str, int]
 
 
 class RankSizes(dict[str, int]):
-    """Values of symbols for one rank of a mesh. Local sizes need the rank."""
+    """Values of symbols for one rank of a mesh. Sizes such as `local(M, x)` depend on the rank."""
 
     def __init__(self, sizes: Sizes, mesh: Mesh, rank: int = 0):
         super().__init__(sizes)
@@ -195,15 +196,15 @@ class RankSizes(dict[str, int]):
 
 
 def local_range(size: int, ranks: int, rank_in_group: int) -> range:
-    """Indices of a dim that one rank holds. Blocks have ceil(size / ranks) indices; the last ones are shorter or empty."""
+    """Indices of a dim that one rank holds. Each rank holds ceil(size / ranks) indices; the last ranks may hold fewer or none."""
     block = -(-size // ranks)
     return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
 def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
-    """Elements of one rank's block in a buffer with one block per rank.
+    """Range of elements of one rank's block, in a buffer that holds the blocks of all ranks contiguously.
 
-    Blocks follow the shares of dim `dim`. If `dim` is None, they are equal.
+    A rank's block is its shard of dim `dim`. If `dim` is None, the elements are split evenly.
     """
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0

@@ -1,4 +1,4 @@
-"""Dtypes of NumPy, PyTorch and CuPy by name, and casts that round like the targets."""
+"""Maps dtypes to those of NumPy, PyTorch and CuPy by name, and casts with the rounding of generated code."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of_name(name: str) -> DType | str:
-    """The dtype with this name in NumPy and PyTorch. Returns the name if there is none."""
+    """The dtype with this name in NumPy and PyTorch. Returns the name itself if there is no such dtype."""
     return _DTYPE_OF.get(name, name)
 
 
@@ -23,7 +23,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Casts like the targets: to small floats through f32, and to integers through i64. Saturates f8e4m3 at its largest number."""
+    """Casts as generated code does: to small floats through f32, and to integers through i64. f8e4m3 saturates at its largest finite
+    value."""
     if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
         return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))
     if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
@@ -34,7 +35,7 @@ def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 
 def _to_ints(floats: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Truncates to the bits of i64, or of u64 if only that has the number. All other numbers give -2**63."""
+    """Truncates to i64, or to u64 if the value fits only there, and returns the 64 bits. Other values give the bits of -2**63."""
     is_signed, is_large = (floats >= -(2.0**63)) & (floats < 2.0**63), (floats >= 2.0**63) & (floats < 2.0**64)
     signed = np.where(is_signed, floats, -(2.0**63)).astype(np.int64).astype(np.uint64)
     return np.where(is_large, np.where(is_large, floats, 0).astype(np.uint64), signed)

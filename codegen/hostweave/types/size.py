@@ -1,14 +1,14 @@
-"""Symbolic sizes of dims. A `Size` is an int times factors, exactly divided by an int: `M`, `M/8`, `8*M*K`.
+"""Symbolic sizes of dims. A `Size` is the product of an int and factors, divided by an int without remainder: `M`, `M/8`, `8*M*K`.
 
-A factor is the name of a symbol, or a node over other sizes:
+A factor is the name of a symbol, or a node that contains other sizes:
 
 - a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
-- `ceil(M/8)`, the block size if 8 ranks cannot share M evenly;
-- `local(M, x)`, this rank's share of M along mesh axis x. The last ranks have less or nothing;
-- `first(M, x)`, the index of M with which that share begins.
+- `ceil(M/8)`, the size of a full shard if 8 ranks cannot split M evenly;
+- `local(M, x)`, the size of this rank's shard of M along mesh axis x, which is smaller or 0 on the last ranks;
+- `first(M, x)`, the index in M at which that shard begins.
 
-On a mesh of some ranks, the share is `local(M, x on ranks 2, 3)`. With several axes it is
-`local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
+On a mesh of some ranks, the shard's size is `local(M, x on ranks 2, 3)`. If that mesh has several axes, the text is `local(M, b on
+mesh(a=2, b=2 of ranks 0..4))`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, listed_ranks
 
 @dataclass(frozen=True)
 class Size:
-    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted by their text, so equal sizes compare equal."""
+    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted by their text, so equal sizes have equal fields."""
 
     coefficient: int = 1
     factors: tuple[Factor, ...] = ()
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path: most sizes are a number or a symbol
+        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path: most sizes are one number or one symbol
             return
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
@@ -58,12 +58,12 @@ class Size:
 
     @property
     def factor(self) -> Factor | None:
-        """Its only factor; None if it is not a single factor."""
+        """The only factor if the size is a single factor, None otherwise."""
         return self.factors[0] if self.coefficient == self.divisor == len(self.factors) == 1 else None
 
     @property
     def name(self) -> str | None:
-        """Its symbol; None if it is not a single symbol."""
+        """The symbol if the size is a single symbol, None otherwise."""
         return self.factor if isinstance(self.factor, str) else None
 
     @property
@@ -73,18 +73,18 @@ class Size:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Names of all symbols in it."""
+        """Names of all symbols in the size."""
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shares of `ranks` ranks may differ: of an int that does not divide, an `uneven` symbol, or a sum with such a
-        symbol."""
+        """True if the shares of `ranks` ranks may differ. This holds for an int that `ranks` does not divide, and for a single factor that
+        contains a symbol of `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
 
     def ceil_div(self, ranks: int) -> Size:
-        """Share of each rank, except the last ones, if `ranks` ranks share the size."""
+        """Shard size of every rank but the last ones, if `ranks` ranks split the size."""
         return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
     def __add__(self, other: int | Size) -> Size:
@@ -110,7 +110,7 @@ class Size:
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
-        """Quotient by another size, or None if it is not a size."""
+        """Quotient by another size. None if the quotient has a factor of `other` in its denominator."""
         factors = list(self.factors)
         for factor in other.factors:
             if factor not in factors:
@@ -119,7 +119,7 @@ class Size:
         return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
     def bind(self, sizes: Sizes) -> int:
-        """Value of the size if every symbol has a value. Local sizes need `RankSizes`.
+        """Value of the size, given the value of every symbol. Factors such as `local(M, x)` need `RankSizes`.
 
         Raises ValueError if the divisor does not divide the product.
         """
@@ -129,7 +129,7 @@ class Size:
         return total // self.divisor
 
     def at(self, sizes: Mapping[str, int]) -> Size:
-        """Substitutes numbers for some symbols, inside sums too."""
+        """Replaces symbols by numbers, inside sums too."""
 
         def of_factor(factor: Factor) -> Size:
             if isinstance(factor, Sum):
@@ -139,7 +139,7 @@ class Size:
         return product((Size(self.coefficient, (), self.divisor), *map(of_factor, self.factors)))
 
     def replaced(self, values: Mapping[Factor, Size]) -> Size:
-        """Substitutes sizes for some factors."""
+        """Replaces factors by sizes."""
         if not any(factor in values for factor in self.factors):
             return self
         kept = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
@@ -152,7 +152,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CeilDiv:
-    """Share of each of `ranks` ranks, except the last ones: ceil(size / ranks)."""
+    """Shard size of every rank but the last ones: ceil(size / ranks)."""
 
     size: Size
     ranks: int
@@ -169,29 +169,29 @@ class CeilDiv:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """Share of this rank along axes of a mesh."""
+    """Size of this rank's shard along mesh axes."""
 
     size: Size
     axes: tuple[str, ...]
-    mesh: Mesh | None = None  # None: the program's
-    word: ClassVar[str] = "local"  # in its text
+    mesh: Mesh | None = None  # None: the program's mesh
+    word: ClassVar[str] = "local"  # keyword of the text form
 
     def mesh_in(self, program: Mesh) -> Mesh:
         return self.mesh or program
 
     def ranks_in(self, program: Mesh) -> int:
-        """Number of ranks that share the size, in a program on mesh `program`."""
+        """Number of ranks that split the size, in a program on mesh `program`."""
         return self.mesh_in(program).size_of(self.axes)
 
     def bind(self, sizes: Sizes) -> int:
         return len(self.indices(sizes))
 
     def indices(self, sizes: Sizes) -> range:
-        """Indices of the size that the rank holds."""
+        """Indices of the global dim that the rank holds."""
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        # ranks outside the mesh never use it
+        # A rank outside the mesh never uses the value.
         rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0
         return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 
@@ -204,7 +204,7 @@ class LocalSize:
 
 @dataclass(frozen=True, slots=True)
 class FirstIndex(LocalSize):
-    """Index of a size with which the share of this rank begins."""
+    """Global index at which this rank's shard begins."""
 
     word: ClassVar[str] = "first"
 
@@ -214,7 +214,7 @@ class FirstIndex(LocalSize):
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sum of products. No term is a multiple of another."""
+    """Sum of products. The terms have different factors."""
 
     terms: tuple[Size, ...]
 
@@ -230,7 +230,7 @@ class Sum:
         return f"({first}{''.join(f' - {-1 * term}' if term.coefficient < 0 else f' + {term}' for term in others)})"
 
 
-Share = CeilDiv | LocalSize  # share of a size that ranks may not share evenly
+Share = CeilDiv | LocalSize  # size of a shard of a dim that may be split unevenly
 Atom = str | Share
 Factor = Atom | Sum
 
@@ -241,7 +241,7 @@ def bound(factor: Factor, sizes: Sizes) -> int:
 
 @cache
 def _parsed(text: str) -> Size:
-    """Parses a text that is a size and nothing else.
+    """Parses a text that consists of one size.
 
     Raises ValueError if it is not.
     """
@@ -275,7 +275,7 @@ def _terms(size: Size) -> tuple[Size, ...]:
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """Canonical sum: a product if it is one, or else a `Sum` factor. Equal sums compare equal."""
+    """Canonical sum: a plain product if one term is left, otherwise a `Sum` factor. Equal sums compare equal."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
@@ -283,7 +283,7 @@ def summed(sizes: Iterable[Size]) -> Size:
     if len(left) <= 1:
         return next((Size(total.numerator, factors, total.denominator) for factors, total in left.items()), Size(0))
     fractions = [total.denominator for total in left.values() if total.denominator > 1]
-    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # (M - 1)/2 may be whole although its terms are not
+    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # (M - 1)/2 may be an integer although M/2 is not
     scaled = {factors: total * divisor for factors, total in left.items()}
     products = [Size(total.numerator, factors, total.denominator) for factors, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.factors, tuple(map(str, term.factors))))
@@ -294,7 +294,7 @@ def summed(sizes: Iterable[Size]) -> Size:
 
 
 class SizeReader(Lexer):
-    """Parses sizes, and the meshes in them."""
+    """Parses sizes, and the meshes in their text."""
 
     def size(self) -> Size:
         """Parses a size: `M`, `8*M/4` or `(M + 2)*K`."""
@@ -337,7 +337,7 @@ class SizeReader(Lexer):
             return name
         with self.inside():
             size = self._product()
-        while name == "ceil" and self.accept("/"):  # the last divisor belongs to the share: ceil(M/2/4)
+        while name == "ceil" and self.accept("/"):  # the last divisor is the number of ranks: ceil(M/2/4)
             ranks = self._divisor(size, start)
             if self.accept(")"):
                 return CeilDiv(size, ranks)

@@ -1,4 +1,4 @@
-"""Tensor types: dtype, dims, sharding and partial sums. Also splits global arrays into the local arrays of a type."""
+"""Tensor types: dtype, dims, sharding and partial sums. Also splits global arrays into local arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DType:
     """An element type, such as `hw.bf16` (also `hw.bfloat16`). `hw.bf16["M@x", "K"]` is the type of a tensor.
 
     The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `itemsize` is in bytes. `cpp` is the
-    name in generated code, in namespace hw unless it is a built-in type.
+    C++ type: a built-in type, or a type of namespace hw.
     """
 
     name: str
@@ -38,7 +38,7 @@ class DType:
     def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
         """Tensor type, such as `bf16["M@x", "K"]`. A dim is a name or an int, followed by the mesh axes that split it.
 
-        Raises ProgramError if the text is not a dim, or if a mesh axis splits two dims.
+        Raises ProgramError if an item is not a dim, or if a mesh axis splits two dims.
         """
         dims = dims if isinstance(dims, tuple) else (dims,)
         type = TensorType(self, tuple(_spec_dim(dim) for dim in dims))
@@ -52,7 +52,7 @@ class DType:
 
     @property
     def roundoff(self) -> float:
-        """Unit roundoff u of a float: the rounding error of x is at most u |x|."""
+        """Unit roundoff u of a float dtype: rounding x changes it by at most u |x|."""
         return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
 
     def __str__(self) -> str:
@@ -84,10 +84,10 @@ DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim of a global tensor: its global size and the mesh axes that split it, the outermost axis first."""
+    """A dim of a global tensor: its global size and the mesh axes that split it, outermost axis first."""
 
     size: Size
-    axes: tuple[str, ...] = ()  # a Zigzag if each rank has two pieces
+    axes: tuple[str, ...] = ()  # a Zigzag if each rank holds two pieces
 
     def __str__(self) -> str:
         axes = str(self.axes) if isinstance(self.axes, Zigzag) else ",".join(self.axes)
@@ -121,7 +121,7 @@ def _spec_dim(value: int | str) -> Dim:
             raise ValueError(f"not a dim: {value!r}; write a name or an int")
         dim = Dim.of(value)
         if not (dim.size.is_int or dim.size.name):
-            raise ValueError(f"not a dim of an input: {value!r}; give it a name of its own")
+            raise ValueError(f"not a dim of an input: {value!r}; give it one name")
         if dim.size.coefficient < 1:
             raise ValueError(f"a dim has at least one element, not {value}")
         return dim
@@ -131,7 +131,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Partial result: each rank holds a term, to be reduced by `op` over the mesh axes.
+    """Partial result: each rank holds a term. Reducing the terms by `op` over the mesh axes gives the result.
 
     `op` is sum, prod, min, max, avg, and, or, or xor.
     """
@@ -145,12 +145,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if only some ranks of the program hold it."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if only some of the program's ranks hold the tensor."""
 
     dtype: DType
     dims: tuple[Dim, ...]
     partial: Partial | None = None
-    mesh: Mesh | None = None  # None: the program's
+    mesh: Mesh | None = None  # None: the program's mesh
 
     def __repr__(self) -> str:
         return str(self)
@@ -165,7 +165,7 @@ class TensorType:
         return placed
 
     def mesh_in(self, program: Mesh) -> Mesh:
-        """The mesh whose ranks hold it, in a program on mesh `program`."""
+        """The mesh whose ranks hold the tensor, in a program on mesh `program`."""
         return self.mesh or program
 
     @cached_property
@@ -173,18 +173,18 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if local tensors of both types have equal memory: the same dtype, mesh and dims, in any order."""
+        """True if the memory of a local tensor can hold one of the other type: same dtype and mesh, and same dims in any order."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes that split any dim."""
+        """Mesh axes that split the dims."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
-        """Local shape of one rank. `mesh` is the program's.
+        """Local shape of one rank. `mesh` is the program's mesh.
 
-        A dim has `M/8` rows if 8 ranks split M. It has `local(M, x)` rows if M is uneven, or is an int that 8 does not divide.
+        If 8 ranks split M, the local size is `M/8`. If M may not divide evenly (a symbol of `uneven`, or an int), it is `local(M, x)`.
         """
 
         def local(dim: Dim) -> Size:
@@ -200,7 +200,7 @@ class TensorType:
         return BufferType(self.dtype, self.local_shape(mesh, uneven))
 
     def dim(self, axis: int | str) -> int:
-        """Number of a dim, given its number (negative counts from the end) or its name.
+        """Index of a dim. `axis` is the index (negative counts from the end) or the dim's name.
 
         Raises ValueError if no dim matches, or several do.
         """
@@ -209,11 +209,11 @@ class TensorType:
             if len(found) == 1:
                 return found[0]
             raise ValueError(
-                f"{self} has {len(found)} dims named {axis}: choose one by its number" if found else f"{self} has no dim named {axis}"
+                f"{self} has {len(found)} dims named {axis}: choose one by its index" if found else f"{self} has no dim named {axis}"
             )
         rank = len(self.dims)
         if isinstance(axis, bool) or not isinstance(axis, int):
-            raise ValueError(f"{axis!r} is not a dim of {self}; write its number or its name")
+            raise ValueError(f"{axis!r} is not a dim of {self}; write its index or its name")
         if not -rank <= axis < rank:
             raise ValueError(f"{self} has no dim {axis}: dims go from 0 to {rank - 1}" if rank else f"{self} has no dims")
         return axis % rank
@@ -226,7 +226,7 @@ class TensorType:
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
-            raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
+            raise ProgramError(f"{self}: has more than 2**63 - 1 elements; reduce its sizes", location)
         twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if twice is not None:
             raise ProgramError(f"{self}: mesh axis {twice} is used twice; each axis can split one dim", location)
@@ -247,7 +247,7 @@ class TensorType:
 
     @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """Local array of `rank` from a global array. It is a view of the rank's block, or a copy of its two pieces.
+        """Local array of `rank`, cut from a global array. It is a view of the rank's block, or a copy of its two pieces.
 
         Raises ArgumentError if the shape does not fit.
         """
@@ -256,17 +256,18 @@ class TensorType:
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Index of a rank's block in a global array of this shape, to read only a part of a file.
+        """Index of a rank's block in a global array of this shape. With it a rank can read only its part of a file.
 
-        Returns a slice for each dim. A dim in zigzag gets an array of indices. Raises like `shard`.
+        Returns one slice per dim, or an array of indices for a dim in zigzag. Raises the errors of `shard`.
 
-        Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
+        Example with a safetensors file: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]`.
         """
         return checked_block(self, tuple(shape), rank, mesh, "block")
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If ranks are replicas, the last one is used.
+        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If several ranks hold the same block, the
+        last one is used.
 
         Raises ArgumentError if the number of arrays or a shape does not fit.
         """
@@ -297,7 +298,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class BufferType:
-    """Local buffer of one rank: local sizes, and strides in elements. Strides of None are row-major and contiguous."""
+    """Type of a rank's local buffer: local sizes, and strides in elements. If `strides` is None, the buffer is contiguous and row-major."""
 
     dtype: DType
     shape: tuple[Size, ...]
@@ -307,16 +308,16 @@ class BufferType:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-# --- global arrays, split into the blocks of ranks --------------------------------------------------------------------
+# --- blocks of global arrays ------------------------------------------------------------------------------------------
 
 
 Shape = tuple[int, ...]
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
-    """`block_of` with checks of the user's arguments.
+    """Calls `block_of` after checks of the user's arguments.
 
-    Raises ArgumentError if the shape does not fit, or if the rank holds nothing.
+    Raises ArgumentError if the shape does not match the type, or if the rank is not in the tensor's mesh.
     """
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
@@ -329,7 +330,7 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
 
 
 def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
-    """Shape of the global array, given the ranks' local shapes. Sums each dim over the ranks that split it."""
+    """Shape of the global array, given the local shapes. The size of a dim is the sum over the ranks that split it."""
     mesh = type_.mesh_in(mesh)
     return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
 
@@ -343,7 +344,7 @@ def shape_given(array: Any) -> Shape | None:
     """Shape of an array, or None for a value that is not an array."""
     try:
         shape = array.shape
-    except Exception:  # another library may raise any exception, for example if a file was closed
+    except Exception:  # another library may raise any exception, for example for a closed file
         return None
     return shape if isinstance(shape, tuple) else None
 
@@ -434,10 +435,6 @@ def bind_sizes(
     return sizes
 
 
-# --- strides ----------------------------------------------------------------------------------------------------------
-# Strides of buffers and views, in elements.
-
-
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     """Strides of a contiguous buffer, in elements."""
@@ -454,11 +451,11 @@ def strides_of(buffer: BufferType) -> tuple[Size, ...]:
 
 
 def is_matrix(buffer: BufferType) -> bool:
-    """True if one of the last two dims has stride 1, as cuBLASLt requires of matrices."""
+    """True if one of the last two dims has stride 1, as cuBLASLt requires."""
     return any(Size() in pair for pair in zip(buffer.shape[-2:], strides_of(buffer)[-2:], strict=True))
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """Type of a view. Omits the strides if it is contiguous. The stride of a dim of size 1 has no effect."""
+    """Type of a view. Omits the strides if the view is contiguous. The stride of a dim of size 1 is ignored."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)

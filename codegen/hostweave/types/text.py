@@ -1,4 +1,4 @@
-"""Parser of types in the text of both IRs."""
+"""Parser of tensor types for the text of both IRs."""
 
 import re
 
@@ -12,7 +12,8 @@ from hostweave.types.zigzag import ZIGZAG, Zigzag
 class Reader(SizeReader):
     def __init__(self, text: str):
         super().__init__(text)
-        # In `M@dp,tp, K` a comma continues the axes if a mesh axis follows. Therefore all axes are collected first.
+        # In `M@dp,tp, K` the comma after `dp` is followed by a mesh axis, and the next comma by a dim. Collecting all axis names first
+        # tells them apart.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def dtype(self) -> DType:
@@ -53,7 +54,7 @@ class Reader(SizeReader):
         return Route(*numbers)
 
     def group(self) -> ParameterGroup | None:
-        """Parses `as w_0 to w_31 of layers`, if it is there."""
+        """Parses `as w_0 to w_31 of layers`. Returns None if the next token is not `as`."""
         if not self.accept("as"):
             return None
         start, first = self.at, self.word("the name of a tensor")

@@ -1,7 +1,7 @@
-"""Zigzag sharding of a dim, which balances work that grows along it, such as attention with a causal mask.
+"""Zigzag sharding balances work that grows along a dim, such as attention with a causal mask.
 
-The dim is cut into two pieces per rank. Rank r of N has pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 has pieces 0
-and 7, and rank 1 has 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
+The dim is cut into two pieces per rank. Rank r of N holds pieces r and 2N - 1 - r, in this order. With 4 ranks, rank 0 holds pieces 0 and
+7, and rank 1 holds 1 and 6. Source: section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from hostweave.types.mesh import Mesh, local_range
 
-ZIGZAG = "zigzag"  # spelled `S@zigzag(cp)` in the text of dims
+ZIGZAG = "zigzag"  # appears in the text of dims as `S@zigzag(cp)`
 
 
 class Zigzag(tuple[str, ...]):
@@ -31,19 +31,21 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. The result stays a Zigzag if all axes are kept, or if the dropped ones have one rank (`ranks_stay`)."""
+    """Filters axes. The result is a Zigzag if `axes` is one and all are kept. With `ranks_stay` (the dropped axes have size 1), it is a
+    Zigzag if any axis is kept."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces into which a dim must divide so that all ranks hold equal shares."""
+    """Number of pieces into which a dim is cut: two per rank in zigzag, otherwise one. Equal shards require that this number divides the
+    size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 
 
 def order_of_pieces(ranks: int) -> tuple[int, ...]:
-    """Pieces in the order in which the ranks hold them."""
+    """Numbers of the pieces in the order in which ranks 0, 1, ... hold them."""
     return tuple(piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank))
 
 

@@ -1,4 +1,4 @@
-"""Attention and its backward pass: one op if a kernel supports it, or else composed of several ops."""
+"""Attention and its backward pass: one op if a kernel supports the types, otherwise a composition of several ops."""
 
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -49,24 +49,27 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
-    The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have one dtype.
+    The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
     Scores and softmax are in f32 for narrower dtypes (Vaswani et al., "Attention is all you need", 2017).
 
-    - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true takes part), or a float that is added. A row without columns gives zeros.
+    - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true: the row sees the column), or a float that is added to the scores. A row
+      that sees no column gives zeros.
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
-    - `enable_gqa`: key and value have fewer heads, each for a group of consecutive query heads (Ainslie et al., "GQA", 2023).
-    - `dropout_p` is the probability of dropping a weight, as in `dropout` with `seed` and `draw`. Groups of heads draw the same numbers.
-    - `lengths`, i32, is the number of valid keys per batch, for a cache that is not full, as in `attention`. The rows are then the last of
-      the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
+    - `enable_gqa`: key and value have fewer heads. Consecutive query heads share one of them (Ainslie et al., "GQA", 2023).
+    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. The same numbers are drawn whether heads
+      are grouped or not.
+    - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
+      last of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
 
-    Without dropout, this is one call wherever `attention` is. A mask must then be bool or have the dtype of the query. Otherwise the matrix
-    of scores is in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, stay in place, as in `attention`.
+    Without dropout, this is one kernel call if `attention` is one and the mask is bool or has the dtype of the query. Otherwise the matrix
+    of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, are not moved, as in
+    `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
-    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`. One
-    token with a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
+    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` with three `bf16[B, H@tp, S, 128]` gives `bf16[B, H@tp, S, 128]`.
+    For one token with a cache of `bf16[B, H@tp, T, 128]`, write `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
     """
     group = _check_attention(query, key, value, enable_gqa)
     if attn_mask is not None and is_causal:
@@ -85,7 +88,7 @@ def scaled_dot_product_attention(
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
-        if group > 1:  # the counter numbers all query heads: [..., heads * group, S, T]
+        if group > 1:  # the random counter numbers all query heads: [..., heads * group, S, T]
             indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
         weights = _dropped(weights, dropout_p, indices, seed, draw)
     return _weighted(weights, query, value, group)
@@ -105,35 +108,35 @@ def attention(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exps: the result of `scaled_dot_product_attention`, and the log-sum-exp of each row of scores, f32 [..., H,
-    S].
+    """Attention and its log-sum-exps. The first result is that of `scaled_dot_product_attention`. The second is the log-sum-exp of each row
+    of scores, f32 [..., H, S].
 
-    - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). The latter
-      suits rows that follow a cache of keys.
-    - `window`: a row attends only to the last `window` of its columns. Each row must have a column.
-    - `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], is the number of valid keys, at least one. The columns end there, and
-      so does the diagonal at the bottom right, so row i has position lengths - S + i. A row before all keys gives zeros and -inf.
-    - `bias`, of the query's dtype, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides
-      a column. A row without visible columns gives zeros and -inf.
-    - `offsets`, i32, give the starts of N packed sequences and the end of the last one. They are [B, N + 1] for [B, H, S, E], else [N + 1].
-      They do not decrease; sequences may be empty. Keys are packed like queries, and rows see only their own sequence. Rows outside of all
-      sequences give zeros and -inf.
+    - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). Use
+      "bottom_right" if the query rows follow a cache of keys.
+    - `window`: a row attends only to the last `window` columns that the mask allows. Each row must see at least one column.
+    - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. Later columns are
+      hidden. With "bottom_right", row i has position lengths - S + i. A row with a negative position gives zeros and -inf.
+    - `bias` is added to the scaled scores. It has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1 or
+      missing. -inf hides a column. A row without visible columns gives zeros and -inf.
+    - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
+      E]. They must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence. Rows
+      outside of all sequences give zeros and -inf.
 
-    It is one call, without the matrix of scores in memory, for f32, f16 and bf16. The query must be [B, H, S, E] or [H, S, E]. E and F must
-    be ints of at most 256, and for 16-bit dtypes multiples of 8. The elements of a row must be contiguous. Otherwise it is composed of
-    matmuls and a softmax, in f32 inside.
+    For f32, f16 and bf16 it is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H, S, E].
+    E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. The elements of a row must be contiguous. Otherwise it is
+    composed of matmuls and a softmax, which computes in f32.
 
-    Sharded rows, `S@cp`: keys and values are gathered, or arrive one rank at a time, overlapped with attention to those that are there.
-    Rows in zigzag, `S@zigzag(cp)`, balance a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). They need as many
-    keys as rows, and allow no lengths or bias next to that mask.
+    Sharded rows, `S@cp`: keys and values are gathered, or they arrive rank by rank, overlapped with attention to earlier blocks. Rows in
+    zigzag, `S@zigzag(cp)`, balance a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag needs as many keys
+    as rows, and does not support lengths or a bias together with a causal mask.
 
-    Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its own keys, and the results are joined by their
-    log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. With packed sequences, a
-    rank has all rows and keys.
+    Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
+    log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
+    be sharded along rows or keys.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
-    Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
+    Example: `y, lse = hw.attention(q, k, v, "bottom_right")` with `q: bf16[B, H@tp, 1, 64]`, and `k` and `v` of `bf16[B, H@tp, T, 64]`.
     """
     group = _check_attention(query, key, value, enable_gqa)
     _check_causal(causal, window)
@@ -166,13 +169,14 @@ def attention_backward(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention`: of query, key, value and the bias if given, each with the type of its operand.
+    """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
 
-    `output` and `lse` are the results of `attention` for the same operands. The other arguments are those of `attention`. It is one call,
-    without the matrix of scores in memory, if `attention` is one, or else composed of matmuls.
+    `output` and `lse` are the results of `attention` for the same operands, and the other arguments are those of `attention`. If
+    `attention` is one kernel call, so is its backward pass. Otherwise it is composed of matmuls.
 
-    Invalid keys get zeros. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The gradient of the bias is summed
-    over dims that the bias lacks or has with size 1. It is a partial sum if these are sharded. Unused gradients are not computed.
+    The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
+    summed over dims that the bias lacks or that have size 1. If these dims are sharded, it is a partial sum. Gradients that are not used
+    are not computed.
 
     Raises ProgramError if shapes or dtypes do not fit.
 
@@ -218,7 +222,7 @@ def attention_backward(
 
 
 def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """Gradient of a bias: the gradient of the scores, summed over dims that the bias lacks or has with size 1."""
+    """Gradient of a bias: the gradient of the scores, summed over dims that the bias lacks or that have size 1."""
     scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
     x = hw.reshape(of_scores, *map(str, scores))
     leading = len(scores) - len(dims)
@@ -238,7 +242,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
-    """Reshapes [..., H, S, E] to [..., G, group, S, E] if heads are in groups."""
+    """Reshapes [..., H, S, E] to [..., G, group, S, E], where each of the G key heads serves `group` query heads."""
     if group == 1:
         return x
     shape = x.type.shape
@@ -246,7 +250,7 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
-    """Number of query heads per group.
+    """Number of query heads per key head.
 
     Raises ProgramError if the shapes do not fit.
     """
@@ -270,11 +274,11 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Scores [..., H, S, T], or [..., G, group, S, T] with groups of heads; f32 for narrower dtypes.
+    """Scores [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head. They are f32 for narrower dtypes.
 
     Adds a float mask. A bool mask gives -inf where it is false.
     """
-    query = _by_heads(query, key, group)  # adds a dim of the group's heads, along which the key is repeated
+    query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along it
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, _turned(of_groups)))) * scale
     if mask is None:
@@ -284,7 +288,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
-    """Mask of the columns that a row attends to, broadcastable to the scores. None if it attends to all."""
+    """Mask of the columns that each row sees, broadcastable to the scores. None if all rows see all columns."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
     seen = None if ends is None else columns < ends
@@ -317,7 +321,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Bias that is equivalent to a mask. Its last dim is that of the keys."""
+    """Bias that is equivalent to a mask. Its last dim is the dim of keys."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:
@@ -327,7 +331,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """Weights of the visible columns of a row, and its log-sum-exp. A row without visible columns has zeros."""
+    """Softmax weights over the visible columns, and the log-sum-exp of each row. A row without visible columns has zero weights."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
@@ -340,7 +344,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
 
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
-    """Sums of values by weights: [..., H, S, F]."""
+    """Sums of values, weighted: [..., H, S, F]."""
     result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 
@@ -348,7 +352,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Operands that mask the scores, and the attributes that tell which ones are given."""
+    """Operands that mask the scores, and the attributes that say which of them are given."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences have neither, leave them out"
     whys = (
@@ -371,7 +375,7 @@ def _check_mask(mask: Tensor, scores: tuple[Size, ...]) -> None:
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
-    """Reshapes a mask that broadcasts to [..., H, S, T], so that it broadcasts to [..., heads, group, S, T]."""
+    """Reshapes a mask that broadcasts to [..., H, S, T]. The result broadcasts to [..., heads, group, S, T]."""
     if mask.ndim < 3:
         return mask
     shape = mask.type.shape

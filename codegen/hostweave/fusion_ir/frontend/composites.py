@@ -1,4 +1,4 @@
-"""Composite functions, which trace to several ops. Intermediates are f32 for narrower dtypes."""
+"""Composite functions: each traces to several ops. They compute in f32 for narrower dtypes."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,11 +16,11 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
 
 _P = ParamSpec("_P")
-MAX_RANDOM_DIMS = 4  # a counter has 4 words
+MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorates a composite function: checks its arguments, and names its result in the IRs and in generated code."""
+    """Decorates a composite function: checks its arguments, and sets the word by which the IRs and generated code name its result."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -36,7 +36,7 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 
 
 def _worded(word: str, x: Tensor) -> Tensor:
-    """Sets the word in a tensor's derived name, such as `softmax` in `softmax_scores`. Returns x."""
+    """Sets the word from which the tensor's name is made, such as `softmax` in `softmax_scores`. Returns x."""
     x._word = word
     return x
 
@@ -44,8 +44,7 @@ def _worded(word: str, x: Tensor) -> Tensor:
 @_called("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]. The result is [..., N].
-
-    All have one dtype.
+    All have the same dtype.
 
     Raises ProgramError for other shapes.
 
@@ -66,14 +65,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @_called("var")
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
-    """Variance of floats: the sum of squared differences from the mean, divided by N - `correction`, along `axis` as in `mean`.
+    """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
-    N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. The result is NaN if
-    the correction is N or more. It is computed in f32 for narrower dtypes. The sum of the differences corrects for the rounding of the
-    mean. This is the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Over
-    sharded dims it takes two all-reduces, for any number of mesh axes.
+    N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. If the correction is N
+    or more, the result is NaN. Narrower dtypes are computed in f32. The algorithm is the corrected two-pass one: the sum of the differences
+    compensates the rounding of the mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Sharded dims need
+    two all-reduces, for any number of mesh axes.
 
-    Raises ProgramError for a correction that is not an int if the sizes are symbolic.
+    Raises ProgramError if `correction` is not an int and the sizes are symbolic.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
@@ -84,7 +83,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
     """Standard deviation of floats: the square root of `var`, with the same arguments.
 
-    Raises ProgramError as `var` does.
+    Raises the errors of `var`.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.std(x, axis=-1, correction=1)`.
     """
@@ -97,7 +96,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is not an int; write an int, or int sizes")
-    # Rounding error of the mean and square in one tensor: ranks reduce both at once.
+    # Puts the sum of differences and the sum of squares into one tensor, so that one all-reduce covers both.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -111,10 +110,10 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
 
 @_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Softmax over one dim: exp(x - max(x)) divided by its sum. It has the shape and dtype of x, a float; computed in f32 for narrower
-    dtypes.
+    """Softmax over one dim: exp(x - max(x)) divided by its sum. The result has the shape and dtype of x, a float. Narrower dtypes are
+    computed in f32.
 
-    A row of -inf only gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
+    A row that contains only -inf gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
 
     Example: `hw.softmax(scores, axis=-1)`.
     """
@@ -125,7 +124,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("log_softmax")
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). It has the shape and dtype of x, a float.
+    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). The result has the shape and dtype of x, a float.
 
     Example: `hw.log_softmax(logits, axis=-1)`.
     """
@@ -136,14 +135,15 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("layer_norm")
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
-    """Layer norm over one dim: (x - mean) / sqrt(variance + eps), times weight, plus bias. It has the shape and dtype of x.
+    """Layer norm over one dim: (x - mean) / sqrt(variance + eps), times weight, plus bias. The result has the shape and dtype of x.
 
-    It is computed in f32 for narrower dtypes. `weight` and `bias` broadcast against x from the right, [E] for x [..., E] (Ba, Kiros and
-    Hinton, "Layer normalization", 2016).
+    Narrower dtypes are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E] (Ba, Kiros
+    and Hinton, "Layer normalization", 2016).
 
     Raises ProgramError if they do not broadcast.
 
-    Example: `hw.layer_norm(x, weight, bias)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
+    Example: `hw.layer_norm(x, weight, bias)` with `x: bf16[M@tp, E]`, `weight: bf16[E]` and `bias: bf16[E]` gives `bf16[M@tp, E]`, in one
+    kernel.
     """
     axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
     distance = wide - hw.mean(wide, axis, keepdims=True)
@@ -153,21 +153,22 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @_called("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
-    """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. It has the shape and dtype of x; computed in f32 for narrower
-    dtypes.
+    """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. The result has the shape and dtype of x. Narrower dtypes are
+    computed in f32.
 
-    `weight` broadcasts against x from the right, [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+    `weight` broadcasts against x from the right, for example [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer
+    normalization", 2019).
 
     Raises ProgramError if it does not broadcast.
 
-    Example: `hw.rms_norm(x, weight)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
+    Example: `hw.rms_norm(x, weight)` with `x: bf16[M@tp, E]` and `weight: bf16[E]` gives `bf16[M@tp, E]`, in one kernel.
     """
     axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
     return _scaled(wide * hw.rsqrt(hw.mean(wide * wide, axis, keepdims=True) + eps), weight, None, x)
 
 
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
-    """Number of the normalised dim.
+    """Index of the normalised dim.
 
     Raises ProgramError if weight or bias does not broadcast against x.
     """
@@ -178,7 +179,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    """True if `shape` broadcasts to `to` and the result has shape `to`."""
+    """True if `shape` broadcasts to `to`, and the broadcast shape is `to`."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 
@@ -210,21 +211,22 @@ GROUPS = ("row", "tensor", "block", "block2d")
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    x is about values times scales. A scale is the largest magnitude of its elements, at least 1e-12, divided by the largest number of the
-    dtype.
+    Each element of x is approximately its value times its scale. A scale is the largest magnitude of the elements that share it, at least
+    1e-12, divided by the largest finite number of the dtype.
 
-    | scaling | elements of a scale | scales |
+    | scaling | elements that share a scale | shape of the scales |
     |---|---|---|
     | "row" | a row, along the last dim | [..., 1] |
     | "tensor" | all | [1, ..., 1] |
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    Maxima of sharded dims are reduced over their ranks. If `scale` is given, such as that of the previous step, values are x divided by it.
-    Too large ones become the largest number of f8e4m3, or an infinity of f8e5m2. The returned scales are those of x itself, for the next
-    step. Quantisation fuses with earlier kernels: a norm and its quantisation by rows are one kernel.
+    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, such as that of the previous step, the values
+    are x divided by it. Values out of range become the largest number of f8e4m3, or an infinity of f8e5m2. The returned scales are always
+    computed from x, for use in the next step. Quantisation fuses with preceding kernels: a norm and its quantisation by rows are one
+    kernel.
 
-    Raises ProgramError for another scaling or dtype, a scale of another shape, and dims that 128 does not divide.
+    Raises ProgramError for an unknown scaling, another dtype, a scale of the wrong shape, or a dim that 128 does not divide.
 
     Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
     """
