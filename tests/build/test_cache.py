@@ -248,7 +248,7 @@ def test_nothing_is_taken_from_others(folder: str, monkeypatch: pytest.MonkeyPat
         cache.lookup(name)
     assert str(error.value) == (
         f"{planted} can be written by other users (mode 777), whose code would run as yours; "
-        "remove it, or set HOSTWEAVE_CACHE to a folder of your own"
+        "remove it, or set HOSTWEAVE_CACHE to a folder that you own"
     )
     planted.chmod(0o700)
     uid = others(planted, monkeypatch)
@@ -288,7 +288,7 @@ def refuse(number: int) -> Callable[[Path], object]:
 
 
 def test_a_cache_that_cannot_be_used_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remedy = "; set HOSTWEAVE_CACHE to a folder of your own with room to write"
+    remedy = "; set HOSTWEAVE_CACHE to a folder that you own, with enough space"
     with pytest.raises(BuildError, match=r"^the cache cannot be used: .*/program\.cpp: No space left on device; free space on that disk"):
         cache.get_or_make("a", refuse(errno.ENOSPC))
     assert cache.entries() == ()

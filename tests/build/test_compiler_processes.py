@@ -66,7 +66,7 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
         hw.compile(doubled).build()
     hanging.expect_gone()
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
-    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write one as 1800"):
+    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write a number such as 1800"):
         hw.compile(doubled).build()
 
 

@@ -56,8 +56,8 @@ def test_a_gather_and_a_pack() -> None:
         f"shard its consumer, or request the gather by hw.reshard: {of}"
     )
     assert pack == (
-        "test_notes.py:31: %x_gathered_packed is copied to %x_gathered, as a communication needs contiguous memory; "
-        f"put the dim that it is sharded by outermost: {of}"
+        "test_notes.py:31: %x_gathered_packed is copied to %x_gathered, because a communication needs contiguous memory; "
+        f"make the sharded dim the outermost one: {of}"
     )
 
 

@@ -243,7 +243,7 @@ def test_channels_are_made_once_and_freed() -> None:
         (lambda: ALONE(X[0]), "alone: x: expected f32[M, K], got f32[8]; pass an array of 2 dims"),
         (lambda: ALONE(X.T), "alone: x: is not contiguous, but calls do not copy; pass a contiguous copy"),
         (lambda: ALONE([1.0]), "alone: x: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"),
-        (lambda: ALONE(X, stream=0), "alone: stream= is for the target cuda; on the CPU a call returns when it is done"),
+        (lambda: ALONE(X, stream=0), "alone: stream= is for the target cuda; on the CPU a call returns when its work is done"),
         (lambda: ALONE(X, out=np.empty(7, np.float32)), "alone: out=: y: expected the local shape [8], got [7]"),
         (
             lambda: ALONE(X, out=np.broadcast_to(np.float32(0), 8)),

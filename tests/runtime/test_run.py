@@ -265,7 +265,7 @@ def test_what_compile_and_measure_take() -> None:
     ("version", "gpus", "message"),
     [
         (None, 0, 'no GPU can be used: this machine has no NVIDIA driver, libcuda.so.1; install it, or compile with target="cpu"'),
-        ("13.0", 0, 'no GPU can be used: the driver offers none; is CUDA_VISIBLE_DEVICES set? Or compile with target="cpu"'),
+        ("13.0", 0, 'no GPU can be used: the driver reports none; check CUDA_VISIBLE_DEVICES, or compile with target="cpu"'),
         ("13.0", 1, f"{RANKS} GPUs are needed, and this machine has 1; compile for a smaller mesh, or for the CPU"),
     ],
 )

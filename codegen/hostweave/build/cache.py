@@ -1,8 +1,8 @@
-"""Cache of built programs and their objects: one folder per entry, published atomically by a rename.
+"""Cache of built programs and their objects. Each entry is a folder that is published atomically by a rename.
 
-`HOSTWEAVE_CACHE` sets its place and `HOSTWEAVE_CACHE_LIMIT` its maximum size. Processes that need the same entry at the same time
-wait for the first of them. Cached code runs with the user's rights. Therefore folders that other users can write are refused, and so are
-entries whose files have changed since they were published.
+`HOSTWEAVE_CACHE` sets the cache's folder and `HOSTWEAVE_CACHE_LIMIT` its maximum size. If several processes need the same entry, one
+makes it and the others wait. Cached code runs with the user's rights. The cache therefore refuses folders that other users can write, and
+entries whose files changed after they were published.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # digests of an entry's other files; exists from the start. Its modification time is the last use
+_SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its modification time is the time of the entry's last use
 _EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
-_IN_USE = 3600.0  # seconds after the last use in which an entry is not evicted: a build may be about to link it
+_IN_USE = 3600.0  # an entry is not evicted within so many seconds of its last use: a build may be about to link it
 EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
-_LINKS = 40  # maximum links of a path, as of Linux
-_SKEW = 10**10  # nanoseconds that a file server's clock may be ahead
+_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
+_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
 _LIMIT = "10 GB"
-_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a folder in which an entry is created or removed
+_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a temporary folder in which an entry is created or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
-_held: set[int] = set()  # descriptors of lock files
+_held: set[int] = set()  # file descriptors of locks
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CacheEntry:
 
 
 def size_text(count: int) -> str:
-    """Number of bytes in nine columns, such as `  1.2 MB`."""
+    """Formats a number of bytes in nine columns, such as `  1.2 MB`."""
     return f"{count / 1e6:6.1f} MB" if count >= 1e5 else f"{count / 1e3:6.1f} kB"
 
 
@@ -82,17 +82,17 @@ def _age(seconds: float) -> str:
 
 
 def root() -> Path:
-    """Folder of the cache: HOSTWEAVE_CACHE, else `hostweave` in the user's cache folder."""
+    """Folder of the cache: HOSTWEAVE_CACHE, or `hostweave` in the user's cache folder."""
     if named := os.environ.get("HOSTWEAVE_CACHE"):
         return Path(named).absolute()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "hostweave"
     except RuntimeError as error:
-        raise BuildError(f"no folder for compiled programs: {error}; set HOSTWEAVE_CACHE to a folder of your own") from error
+        raise BuildError(f"no folder for compiled programs: {error}; set HOSTWEAVE_CACHE to a folder that you own") from error
 
 
 def limit() -> int:
-    """Maximum bytes of the cache: HOSTWEAVE_CACHE_LIMIT, a number of bytes or one with kB, MB, GB or TB."""
+    """Maximum size of the cache in bytes. HOSTWEAVE_CACHE_LIMIT is a number of bytes, or a number with unit kB, MB, GB or TB."""
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
@@ -101,7 +101,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """Failed build whose message names the log. Entries that depend on it keep the message."""
+    """Failed build whose message names the log. Builds that depend on it report the same message."""
 
 
 def key_of(*parts: str) -> str:
@@ -116,19 +116,19 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp of a folder that changes with every edit below it. Reads no file contents.
+    """Stamp of a folder. It changes with every edit of a file below the folder, but is computed without reading file contents.
 
-    If a file was edited after this process began to import the package, the old code may be running. The stamp is then unique.
+    If a file was edited after this process began to import the package, the process may run the old code. The stamp is then a random value.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    soon = time.time_ns() + _SKEW  # ignore files with later times, from before the clock was set back
+    soon = time.time_ns() + _SKEW  # later times were written before the clock was set back
     late = any(base.imported_at <= status.st_ctime_ns <= soon for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if late else "")
 
 
 def lookup(name: str) -> Path | None:
-    """Folder of entry `name`, or None if it is missing or incomplete. Raises BuildError if other users can write to it."""
+    """Folder of entry `name`, or None if it is missing or incomplete. Raises BuildError if other users can write to the folder."""
     entry = root() / name
     with _told():
         try:
@@ -145,9 +145,9 @@ def lookup(name: str) -> Path | None:
 
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
-    """Folder of entry `name`. If it is missing, `make` fills a new folder, which is then published atomically.
+    """Returns the folder of entry `name`. If it is missing, calls `make` to fill a new folder, and publishes that folder atomically.
 
-    If `make` raises BuildError, the folder is kept below `failed`, and the error names it.
+    If `make` raises BuildError, the folder moves to `failed`, and the error names it.
     """
     if found := lookup(name):
         return found
@@ -170,8 +170,8 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             raise _FailedBuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
         try:
             scratch.rename(entry)
-        except OSError:  # the path exists
-            if lookup(name):  # another process has published it: the file system has no locks
+        except OSError:  # there is something at that path
+            if lookup(name):  # another process has published the entry, because the file system has no locks
                 _remove(scratch)
             else:
                 _remove(entry)
@@ -180,7 +180,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Rebuilds entry `name`, and returns its folder. For a moment concurrent readers find no entry."""
+    """Rebuilds entry `name`, and returns its folder. While it is rebuilt, other processes find no entry."""
     with _told(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -203,7 +203,7 @@ def summary() -> str:
 
 
 def clear() -> int:
-    """Removes all entries from the cache, and nothing else. Returns their number."""
+    """Removes all entries from the cache. Leaves other files in place. Returns the number of removed entries."""
     found = entries()
     with _told():
         for entry in found:
@@ -212,7 +212,7 @@ def clear() -> int:
 
 
 def remove_leftovers() -> int:
-    """Removes the folders of builds whose process was killed, and returns how many there were."""
+    """Removes folders of builds whose process was killed. Returns the number of removed folders."""
     count = 0
     for entry in entries():
         if found := _SCRATCH.fullmatch(entry.path.name):
@@ -225,26 +225,26 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries until the rest is within the limit.
+    """Removes the least recently used entries until the others are within the limit.
 
-    Reads every entry, so it does nothing if the last eviction was less than `period` seconds ago.
+    This reads all entries, so nothing is done if the last eviction was less than `period` seconds ago.
     """
     left, total = limit(), 0
     mark = root() / _EVICTED
-    with contextlib.suppress(OSError):  # there was no eviction, or the cache is read-only
+    with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
         if abs(time.time() - mark.stat().st_mtime) < period:
             return
     with contextlib.suppress(OSError):
         mark.touch()
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
-        if total > left and abs(time.time() - entry.used) > _IN_USE:  # abs: a future time stems from before the clock was set back
-            with contextlib.suppress(OSError):  # another process may remove it too
+        if total > left and abs(time.time() - entry.used) > _IN_USE:  # abs, because a clock that was set back leaves future times
+            with contextlib.suppress(OSError):  # another process may have removed it
                 _remove(entry.path)
 
 
 def _entry(mark: Path) -> CacheEntry | None:
-    """Entry that contains this list of files, or None if it has been removed meanwhile."""
+    """Entry whose list of files is `mark`. None if the entry has been removed meanwhile."""
     try:
         return CacheEntry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
     except FileNotFoundError:
@@ -265,17 +265,17 @@ def _sums(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Reports errors of the file system as a BuildError of one line."""
+    """Raises BuildError with a message of one line in place of an error of the file system."""
     try:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        remedy = remedy_of(error.strerror or "") or "set HOSTWEAVE_CACHE to a folder of your own with room to write"
+        remedy = remedy_of(error.strerror or "") or "set HOSTWEAVE_CACHE to a folder that you own, with enough space"
         raise BuildError(f"the cache cannot be used: {where}{error.strerror}; {remedy}") from error
 
 
 def _own(folder: Path) -> Path:
-    """Returns the folder, creating it for this user alone if it is missing. Raises BuildError if other users can write to it."""
+    """Returns the folder. Creates it if it is missing, for this user only. Raises BuildError if other users can write to it."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -288,24 +288,25 @@ def _own(folder: Path) -> Path:
 
 
 def _expect_own(folder: Path) -> None:
-    """Raises BuildError if another user can write to the folder, or has put a link in its place."""
+    """Raises BuildError if another user can write to the folder, or has replaced it by a link."""
     for status in (folder.lstat(), folder.stat()):
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(
                 f"{folder} belongs to another user (uid {status.st_uid}), whose code would run as yours; "
-                "set HOSTWEAVE_CACHE to a folder of your own"
+                "set HOSTWEAVE_CACHE to a folder that you own"
             )
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     if status.st_mode & 0o022:
         raise BuildError(
             f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), whose code would run as yours; "
-            "remove it, or set HOSTWEAVE_CACHE to a folder of your own"
+            "remove it, or set HOSTWEAVE_CACHE to a folder that you own"
         )
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError if another user can replace the folder. In a sticky parent folder only its owner can."""
+    """Raises BuildError if another user can replace the folder. In a folder with the sticky bit, only the owner of an entry can replace
+    it."""
     for at in _on_the_way_to(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
@@ -313,12 +314,12 @@ def _expect_own_above(folder: Path) -> None:
             remedy = "" if is_of_others else f" with mode {stat.S_IMODE(status.st_mode):o}; change that to 755, or"
             raise BuildError(
                 f"{folder} can be replaced by other users, whose code would run as yours: {at} belongs to uid {status.st_uid}"
-                f"{remedy or ';'} set HOSTWEAVE_CACHE to a folder of your own"
+                f"{remedy or ';'} set HOSTWEAVE_CACHE to a folder that you own"
             )
 
 
 def _on_the_way_to(folder: Path) -> Iterator[Path]:
-    """Folders and links that an absolute path passes, including links of links."""
+    """Yields the folders and symbolic links that the resolution of an absolute path passes, including links to links."""
     at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
     while names:
         yield at
@@ -338,7 +339,8 @@ def _on_the_way_to(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path for the loader that refers to the checked file even if it is replaced.
+    """Opens a cached library, and yields a path of the open file for the dynamic loader. Replacing the file later does not affect that
+    path.
 
     Raises BuildError if other users can write to the file, or if it is not the file that was published.
     """
@@ -352,7 +354,8 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # The loader treats equal paths as the same library, and descriptors are reused; so each path is spelled differently.
+        # The loader takes equal paths for the same library, and file descriptors are reused. So the same path is spelled differently each
+        # time.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:
@@ -364,13 +367,13 @@ _opened = itertools.count(1)
 
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock of an entry. Yields False if another process holds the lock and this one does not wait."""
+    """Holds the lock of an entry in the `with` block. Yields False if another process holds it and `waits` is False."""
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _held.add(file)
         try:
-            with contextlib.suppress(OSError):  # without locks, the atomic rename alone protects the entry
+            with contextlib.suppress(OSError):  # if the file system has no locks, the atomic rename alone protects the entry
                 if waits:
                     _await_lock(file)
                 else:
@@ -379,7 +382,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_at(file, path):  # the previous holder has removed the file
+            if not _is_at(file, path):  # the previous holder of the lock has removed the file
                 continue
             try:
                 yield True
@@ -401,7 +404,7 @@ def _await_lock(file: int) -> None:
 
 
 def _close_locks() -> None:
-    """Closes inherited lock files in a forked process: a lock is held while any process has its file open."""
+    """Closes inherited lock files in a forked process. A lock would be held as long as any process has its file open."""
     for file in _held:
         with contextlib.suppress(OSError):  # the parent may have closed it already
             os.close(file)
@@ -419,12 +422,12 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _beside(entry: Path) -> Path:
-    """Unique path on the same file system, for a temporary folder."""
+    """Returns a unique path in the same folder as an entry, for a temporary folder."""
     return entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
 
 
 def _remove(entry: Path) -> None:
-    """Removes an entry, or any file in its place, atomically."""
+    """Removes an entry atomically, or whatever file has its path."""
     gone = _beside(entry)
     try:
         entry.rename(gone)

@@ -1,6 +1,6 @@
-"""Search for CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete.
+"""Finds CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either of them may be incomplete.
 
-NCCL_HOME names a folder with another NCCL, as `include/nccl.h` and `lib/libnccl.so.2`.
+NCCL_HOME names a folder with another NCCL: `include/nccl.h` and `lib/libnccl.so.2`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 @dataclass(frozen=True)
 class CudaPart:
-    """Header or library that a build needs, its path if it was found, and the pip package that contains it."""
+    """A header or library that a build needs, its path (None if it was not found), and the pip package that contains it."""
 
     name: str
     path: Path | None
@@ -35,14 +35,14 @@ class CudaPart:
 
 @dataclass(frozen=True)
 class Cuda:
-    """Parts of CUDA that were found. All are of the version `major`."""
+    """The CUDA headers and libraries that were found. All are of the major version `major`."""
 
     major: int
     headers: tuple[CudaPart, ...]
     libraries: tuple[CudaPart, ...]  # linked to every program
     nvrtc: CudaPart
     cudnn: tuple[CudaPart, CudaPart]  # header and library; only programs with attention need them
-    nvtx: CudaPart  # the header of ranges that profilers show
+    nvtx: CudaPart  # header of NVTX ranges, which profilers show
 
     @property
     def missing(self) -> tuple[CudaPart, ...]:
@@ -70,7 +70,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """CUDA parts of this machine: the first complete version, or the first version if none is complete."""
+    """Returns the CUDA parts of this machine: those of the first complete version. If no version is complete, those of the first one."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     known = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -79,7 +79,7 @@ def find_cuda() -> Cuda:
 
 
 def _find(major: int, roots: list[Path]) -> Cuda:
-    """Parts of one version in these folders."""
+    """Finds the parts of one major version in the given folders."""
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
@@ -117,7 +117,7 @@ class Gpu:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """GPUs that the driver reports; empty if there is no driver."""
+    """GPUs that the driver reports. Empty without a driver."""
     driver, count = _driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
@@ -146,7 +146,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has loaded, to which programs then link; None if none is loaded."""
+    """Version of the NCCL library that this process has loaded. Programs link to a loaded NCCL. None if none is loaded."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:
@@ -156,7 +156,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else the architecture of GPU 0, else sm_90. Hopper's own instructions need sm_90a."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, or that of GPU 0, or sm_90. Instructions that only Hopper has need sm_90a."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 
@@ -180,7 +180,7 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _roots() -> list[Path]:
-    """Folders with headers and libraries: NCCL_HOME, toolkits, wheels (`nvidia/cu13`, `nvidia/<component>`), the system."""
+    """Folders to search: NCCL_HOME, toolkits, pip wheels (`nvidia/cu13`, `nvidia/<component>`), then the system's folders."""
     nvcc = shutil.which("nvcc")
     named = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
@@ -190,13 +190,13 @@ def _roots() -> list[Path]:
 
 
 def _major_of(root: Path) -> int | None:
-    """Major CUDA version that a folder's headers state, or None."""
+    """Major CUDA version according to the headers in a folder, or None."""
     headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
     return next((major for header in headers if header.is_file() and (major := _stated_major(header))), None)
 
 
 def _stated_major(header: Path) -> int | None:
-    """Major version from CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR. Reads only the beginning of the header."""
+    """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR. Reads a header only up to that line."""
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
     return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None

@@ -1,4 +1,4 @@
-"""Measured figures of this machine, from `hostweave calibrate`: one JSON file per kind and number of GPUs in the cache folder."""
+"""Constants of the cost model that `hostweave calibrate` measured here: one JSON file per GPU name and GPU count in the cache folder."""
 
 import re
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from hostweave.types.machine import Machine
 
 
 def file_of(gpus: Sequence[Gpu]) -> Path:
-    """Path of the figures of these GPUs."""
+    """Path of the file with the constants of these GPUs."""
     name = re.sub(r"\W+", "_", gpus[0].name).strip("_")
     return root() / "machines" / f"{name}_x{len(gpus)}.json"
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """Figures of these GPUs, or None. Raises ProgramError if the file has other contents."""
+    """Returns the constants of these GPUs, or None if they were not measured. Raises ProgramError if the file is malformed."""
     return read(file_of(gpus)) if gpus else None
 
 
 def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
-    """Writes the file atomically."""
+    """Writes the constants to their file atomically, and returns its path."""
     path = file_of(gpus)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{id(machine):x}")

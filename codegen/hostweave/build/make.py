@@ -1,4 +1,4 @@
-"""Compiles and links files that are not in the cache, in parallel."""
+"""Compiles and links the files that the cache lacks, in parallel."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def make_runtime(
     soname: str = "",
     needed: tuple[Library, ...] = (),
 ) -> None:
-    """Builds a library of a target's runtime, including its kernels, with these macros defined. It links to the `needed`
-    libraries.
+    """Builds a runtime library for a target, including its kernels. It is compiled with these macros and linked to the `needed` libraries.
 
     Raises BuildError if a compiler fails.
     """
@@ -53,7 +52,7 @@ def make_runtime(
         "-fvisibility=default",
         "-Wno-subobject-linkage",
         *definitions,
-    )  # unnamed namespaces come from included files
+    )  # included files have unnamed namespaces
     units = merged(sources, folder)
     parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
@@ -70,7 +69,8 @@ def make_runtime(
 
 
 def merged(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core, which includes some of the sources. Most compile time is spent on the common headers."""
+    """Writes one file per core that includes some of the sources, because most compile time is spent on headers that all sources
+    include."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -79,10 +79,11 @@ def merged(sources: Sequence[Path], folder: Path) -> list[str]:
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
-    """Builds the module of the sources in `folder`, and links it with the runtime `libraries`, which may be built concurrently.
+    """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. These may be built at the same time.
 
-    The cache keeps every object by its inputs, so after a change only the affected files are compiled. Raises BuildError if a
-    compiler or the linker fails.
+    Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
+    linker
+    fails.
     """
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in ONLY_ENQUEUE))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in ONLY_ENQUEUE)]
@@ -100,16 +101,16 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs commands in `folder`, one per core at a time, and appends them and their output to `build.log`.
+    """Runs commands in `folder` in parallel, one per core. Appends the commands and their output to `build.log`.
 
-    Raises BuildError with the first error line if one fails.
+    Raises BuildError with the first line that reports an error if a command fails.
     """
 
     expect_steps(len(commands))
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[-1].removesuffix(".o"))  # the last word of a command is the file that it makes
+        step_done(command[-1].removesuffix(".o"))  # the last word of a command is its output file
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
@@ -125,19 +126,19 @@ def _object(file: str) -> str:
 
 
 def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
-    """Cache entry of the object that the toolchain makes from `text`."""
+    """Name of the cache entry of the object that the toolchain makes from `text`."""
     return "objects/" + name_of(name, *_read_with(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
 
 
 def _read_with(folder: Path, text: str) -> list[str]:
-    """Texts that the compiler reads from a program's folder: a text and its includes, without comments but with their lines."""
+    """Returns a text and the texts that it includes from the program's folder. Comments are emptied, but their lines remain."""
     bare = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', bare, re.M)]
     return [bare, *(part for file in included if file.is_file() for part in _read_with(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
-    """Compiles files in parallel. Kernels go to the toolchain's kernel compiler, if it has one."""
+    """Compiles files in parallel. Kernels are compiled by the toolchain's kernel compiler if it has one."""
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
     hosts = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
@@ -149,7 +150,7 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
 
 
 def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
-    """Cubin of every kernel, from the cache if possible."""
+    """Returns the cubin of every kernel. Uses the cache where possible."""
 
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)

@@ -1,6 +1,6 @@
-"""Compilation of generated kernels by NVRTC, which takes a tenth of nvcc's time and is in the pip wheels.
+"""Compiles generated kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each kernel becomes a cubin inside the program's module, where its name denotes a `hw::JitKernel`; see hostweave/jit.h.
+Each kernel becomes a cubin that is embedded in the program's module. There, the kernel's name denotes a `hw::JitKernel` (hostweave/jit.h).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# Quotients have an error of up to 2 ulp: exact division would double the time of most kernels.
+# Divisions have an error of up to 2 ulp. Exact division would double the time of most kernels.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
-_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same setting as for the host's C++ compiler
+_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the types that the host compiler uses too
 
 
 def _integers() -> str:
@@ -34,20 +34,20 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# NVRTC has no standard headers, and the declarations in kernels.h are for the host.
+# NVRTC has no standard headers. kernels.h has declarations for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # NVRTC needs as much time for it as for all other headers
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing it takes as long as parsing all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Separate unit of compilation: one kernel of kernels.cu, all user kernels, or the whole file if it was edited."""
+    """Separate compilation unit: one kernel of kernels.cu, all user kernels, or the whole file if it cannot be split."""
 
     name: str
-    line: int  # first line of the text in the file
-    before: str  # common text that every kernel needs
+    line: int  # line of the file at which the text begins
+    before: str  # text that all units have in common
     text: str
 
     @property
@@ -56,23 +56,23 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """Splits the text of kernels.cu into kernels. Each begins with comments that list its ops."""
+    """Splits the text of kernels.cu into units of one kernel. Each unit begins with the comments that list the kernel's ops."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so a change of one kernel would change every unit
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # kernels.h changes with every kernel
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a file of the runtime into the paragraphs after its marker line, each with the common text before it.
+    """Splits a runtime file into units: each paragraph after the marker line, preceded by the text before that line.
 
-    A file without the marker is one unit.
+    A file without the marker line is one unit.
     """
     before, line, instances = text.partition(_INSTANCES)
     if not line:
@@ -82,7 +82,7 @@ def parts_of(name: str, text: str) -> list[Unit]:
 
 
 def _kernel_in(text: str) -> str:
-    """Name of the kernel, if the text is exactly one kernel; else ""."""
+    """Name of the kernel if the text consists of exactly one kernel, otherwise ""."""
     before, _, kernel = text.partition("__global__ void")
     name = re.match(r"\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", kernel)
     is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and "\n}" not in before
@@ -91,7 +91,7 @@ def _kernel_in(text: str) -> str:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The NVRTC library, and its target architecture."""
+    """The NVRTC library, and the architecture that it compiles for."""
 
     library: Path
     arch: str  # "sm_90"
@@ -116,7 +116,7 @@ class Nvrtc:
             if status != 0:
                 lines = log.splitlines() or [f"nvrtc error {status}"]
                 first = next((line for line in lines if "error" in line), lines[0])
-                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # file:line, as other compilers write it
+                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # file:line, the format of other compilers
                 raise BuildError(f"nvrtc failed: {first}")
             return _output(nvrtc, program, "CUBIN")
         finally:
@@ -136,10 +136,10 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """Text of a C++ file that embeds cubins, given by the names of their units.
+    """Returns the text of a C++ file that embeds cubins. `cubins` maps names of units to files.
 
-    It defines a `hw::JitKernel` for each kernel in the cubins. A kernel is recognised by its bank of constants, which the functions that it
-    calls lack.
+    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank. Device functions that
+    kernels call have none.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

@@ -1,4 +1,4 @@
-"""Runs compilers as library calls, or as child processes. These end with this process, together with their own children."""
+"""Runs compilers as library calls or as child processes. Child processes and their descendants end when this process ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which comes even if this process is killed
+_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which also occurs when this process is killed
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs a compiler in `folder`. Returns its exit status and its output.
 
-    The compiler and its children form a process group, which Ctrl-C in a terminal does not reach. The group is killed if the work
-    is interrupted, if this process ends, and at the time limit. Raises BuildError at the limit, or if the compiler cannot be
+    The compiler and its children are in a separate process group, so that Ctrl-C in a terminal does not reach them. The group is killed if
+    the
+    build is interrupted, if this process ends, or at the time limit. Raises BuildError at the time limit, or if the compiler cannot be
     started.
     """
     expect_not_interrupted()
@@ -40,7 +41,8 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
-    """Returns the result of `work`, a library call. Raises BuildError at the time limit; the call itself continues in the background."""
+    """Returns the result of `work`, a library call. Raises BuildError at the time limit. The call itself then continues in the
+    background."""
     seconds = _limit()
     try:
         return within(seconds, work)
@@ -50,7 +52,7 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _guarded_group() -> Iterator[int]:
-    """Process group that is killed when this process ends. Its first process is a guard that does this."""
+    """Creates a process group that is killed when this process ends. The first process of the group is a shell that kills it."""
     other_end, kept_open = os.pipe()
     nothing = subprocess.DEVNULL
     try:
@@ -86,7 +88,7 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
                 try:
                     said = compiler.communicate(timeout=LOOK)[0]
                 except subprocess.TimeoutExpired as so_far:
-                    if has_ended:  # a background server, such as a compiler cache, keeps its output open
+                    if has_ended:  # the output is still open in a background process, such as a compiler cache
                         said = (so_far.output or b"").decode(errors="replace")
                     else:
                         expect_not_interrupted()
@@ -110,7 +112,7 @@ def _limit() -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise BuildError(f"{_VARIABLE}={text}: is not a number of seconds above 0; write one as {_LIMIT}")
+        raise BuildError(f"{_VARIABLE}={text}: is not a number of seconds above 0; write a number such as {_LIMIT}")
     return seconds
 
 

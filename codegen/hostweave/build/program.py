@@ -1,10 +1,10 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The key in the cache is the IR without source locations and choices. So edits that only move lines, and changed predictions of times, cause
-no build. The cached sources then have the comments of the first build.
+The cache key is the IR without source locations and predictions of the cost model. Edits that only move lines therefore cause no build. The
+cached sources then keep the line comments of the first build.
 
-`HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are
-written there first.
+`HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are first
+written to it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 
 SourceFiles = Mapping[str, str]  # path -> text
 
-_MODULE = "hostweave_program"  # the glue's PyInit_ name, the same for every program's file
-_dlopen_flags = renewed(threading.Lock())  # dlopen flags belong to the interpreter, not the thread
+_MODULE = "hostweave_program"  # name of the module, as in PyInit_NAME; it is the same for all programs
+_dlopen_flags = renewed(threading.Lock())  # dlopen flags are a setting of the whole interpreter
 
 
 def build(
@@ -45,10 +45,10 @@ def build(
     title: str = "",
     figures: str = "",
 ) -> Path:
-    """Folder with the sources and the module of a program, linked with the runtime libraries of the target.
+    """Returns the folder with the sources and the module of a program. The module is linked with the runtime libraries of the target.
 
-    `render` returns the sources; it is called only if they are needed. `title` names the program in reports of progress, and
-    `figures` the machine that it is rendered for. Raises BuildError if the installation is incomplete or the compiler fails.
+    `render` returns the sources, and is called only if the program is not in the cache. `title` names the program in progress messages, and
+    `figures` the machine that its kernels are scheduled for. Raises BuildError if the installation is incomplete or the compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -84,9 +84,9 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """Loads the module of a built program, with its target's dlopen flags. Raises BuildError if the file cannot be loaded.
+    """Loads the module of a built program, with the dlopen flags of its target. Raises BuildError if the file cannot be loaded.
 
-    First loads the cached libraries that it needs, from the checked files. The loader then finds them by their names.
+    First loads the cached libraries that the module needs, after checking their files. The dynamic loader then finds them by soname.
     """
     with opened(path.parent / LIBRARIES_FILE) as listed:
         libraries = Path(listed).read_text().split("\n")[:-1]
@@ -125,7 +125,8 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
-    """Sources in HOSTWEAVE_EDIT, generated there first if needed; None if the variable is not set."""
+    """Returns the sources in the folder that HOSTWEAVE_EDIT names, or None if it is not set. Generates them first if the folder is
+    missing."""
     if not (named := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(named).absolute() / name

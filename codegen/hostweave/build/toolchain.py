@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
-# Files without hot loops: -O2 doubles their compile time, and two units take twice as long as one merged unit.
+# Files without hot loops. -O2 doubles their compile time. Compiling them separately takes twice as long as compiling one merged unit.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -45,20 +45,20 @@ class Toolchain:
     target: str
     compiler: Path
     include_folders: tuple[Path, ...]
-    libraries: tuple[Path, ...]  # besides libhostweave_<target>.so
+    libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
     kernel_compiler: KernelCompiler | None = None  # without one, `compiler` compiles the kernels as C++
 
     def compile(self, source: str, into: str) -> list[str]:
-        """Command that compiles one file in the current folder."""
+        """Returns the command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = KERNELS_AS_CPP if source.endswith(".cu") else ()
         level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 
     def link(self, objects: list[str], into: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Command that links objects into a shared library whose rpath points to its libraries.
+        """Returns the command that links objects into a shared library. Its rpath has the folders of the libraries that it needs.
 
-        A library with a `soname` is found by this name among the libraries that the process has loaded.
+        A needed library with a `soname` is not searched for: the process has already loaded it, and the loader finds it by that name.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         searched = (*(library.path for library in libraries if not library.soname), *self.libraries)
@@ -68,7 +68,7 @@ class Toolchain:
 
     @cached_property
     def stamp(self) -> str:
-        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU's architecture. Starts no process."""
+        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU architecture. Computing it starts no process."""
         files = (self.compiler, *INSTALLED, *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
@@ -76,10 +76,11 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """Library of the runtime, which exists at `path` after `make` has been called. `make` raises BuildError if it fails.
+    """A library of the runtime. It exists at `path` after `make` was called. `make` raises BuildError if it fails.
 
-    Each cached library has a unique `soname`. With a path, the loader would open the file again. With a soname, it finds the library that
-    `load` has checked.
+    Each cached library has a unique `soname`. The loader would open a library without a soname again by its path. By its soname it finds
+    the
+    library that `load` has checked and loaded.
     """
 
     path: Path
@@ -88,7 +89,7 @@ class Library:
 
 
 def find_compiler() -> Path:
-    """C++ compiler: CXX, else the first of c++, g++ and clang++ on PATH. Raises BuildError if there is none."""
+    """Returns the C++ compiler: CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError if there is none."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("c++", "g++", "clang++"):
         if path := shutil.which(name):
@@ -99,7 +100,7 @@ def find_compiler() -> Path:
 
 
 def openblas_root() -> Path:
-    """Folder of the BLAS package that this package depends on."""
+    """Folder of the BLAS package that the CPU target needs."""
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
         raise BuildError("scipy_openblas32, whose BLAS the CPU target uses, is not installed; pip install scipy-openblas32")
@@ -107,7 +108,7 @@ def openblas_root() -> Path:
 
 
 def require_native() -> None:
-    """Raises BuildError if the installation lacks its native parts."""
+    """Raises BuildError if the native parts of the installation are missing."""
     for path in INSTALLED:
         if not path.is_file():
             raise BuildError(f"{path} is not there: the source tree is not built; pip install .")

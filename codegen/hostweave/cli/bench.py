@@ -1,4 +1,4 @@
-"""`hostweave bench`: the scripts of benchmarks/, each in a separate process."""
+"""`hostweave bench`: runs the scripts of benchmarks/, each in a separate process."""
 
 import ast
 import subprocess
@@ -27,12 +27,12 @@ OF_OTHERS = "figures"  # this benchmark runs the others
 
 
 def known() -> list[str]:
-    """The names of the benchmarks."""
+    """Names of all benchmarks."""
     return sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 
 
 def listed() -> Iterator[dict[str, str | bool]]:
-    """Each benchmark: its name, its purpose, and the requirements that this machine lacks."""
+    """Yields for each benchmark its name, its purpose, and the requirements that this machine does not meet."""
     for name in known():
         about = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
         lacks = _lacking(name) or ""
@@ -40,9 +40,9 @@ def listed() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks, or all for which this machine has enough GPUs. Returns the first exit status that is not 0.
+    """Runs the named benchmarks, or all benchmarks for which this machine has enough GPUs. Returns the first non-zero exit status, or 0.
 
-    Raises HostweaveError for an unknown name, or if a benchmark needs more GPUs or a package that is missing.
+    Raises HostweaveError if a name is unknown, or if a named benchmark needs more GPUs or a missing package.
     """
     status = 0
     chosen, begin = names or [name for name in known() if name != OF_OTHERS], perf_counter()
@@ -61,7 +61,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _lacking(name: str) -> str | None:
-    """Names the need of a benchmark that this machine does not meet; None if nothing is missing."""
+    """Text that says which requirement of a benchmark this machine does not meet, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

@@ -1,4 +1,4 @@
-"""`hostweave calibrate`: measures the figures of the cost model on the GPUs of this machine."""
+"""`hostweave calibrate`: measures the constants of the cost model on the GPUs of this machine."""
 
 import statistics
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from hostweave.types.machine import H200, KB, MB, Link, Machine
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 8192, 7168), (8192, 3584, 8192), (8192, 1024, 8192))
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
-COLUMNS = 4096  # bytes of the gathered tensor
-BUSY = 5e-4  # if the smallest gather takes more seconds, another program uses the GPUs
+COLUMNS = 4096  # bytes of a row of the gathered tensor
+BUSY = 5e-4  # seconds; a smallest gather that takes longer means that another program uses the GPUs
 
 
 def calibrate() -> Iterator[str]:
-    """Measures and stores the figures, and prints a line for each.
+    """Measures and stores the constants, and yields a line of text for each.
 
-    Raises BuildError if there is no GPU or a build tool is missing, ExecutionError if another program uses the GPUs.
+    Raises BuildError if there is no GPU or a build tool is missing. Raises ExecutionError if another program uses the GPUs.
     """
     gpus = cuda.gpus()
     if not gpus:
@@ -48,7 +48,7 @@ def calibrate() -> Iterator[str]:
 
 
 def _computing(machine: Machine) -> Machine:
-    """The machine with the figures of a single GPU."""
+    """Returns the machine with measured constants of a single GPU."""
     launch = _seconds(_negated(), {"M": 1, "K": 128})
     copied = 256 * MB
     memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
@@ -58,7 +58,7 @@ def _computing(machine: Machine) -> Machine:
 
 
 def fit(machine: Machine, times: list[float]) -> Machine:
-    """The machine with the rate, and the seconds per wave, that fit the measured times of matmuls of SHAPES best."""
+    """Returns the machine whose rate and time per wave fit the measured times of the matmuls of SHAPES best."""
     fastest = max(2 * m * k * n / time for (m, k, n), time in zip(SHAPES, times, strict=True))
 
     def error(flops: float, wave: float) -> float:
@@ -78,7 +78,8 @@ def _negated() -> Fusion:
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """Returns the bandwidth of a collective, and of a put or a get of one shard. The loop multiplies one column, which takes no time."""
+    """Measures the bandwidth of a collective, of a put and of a get. The loop that puts or gets multiplies by one column, in negligible
+    time."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
@@ -103,11 +104,11 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
             spent = LOOP + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
             taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
             times.append(max(taken - spent, machine.launch) / (ranks - 1))
-        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # more bytes never take less time
+        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # monotonic: more bytes never take less time
 
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
-    """Median time of a call on the slowest rank, in seconds."""
+    """Median time of a call in seconds, where a call takes as long as on its slowest rank."""
     from hostweave.runtime.search import random_array
 
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))

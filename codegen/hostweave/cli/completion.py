@@ -1,4 +1,4 @@
-"""`hostweave completion`: scripts that complete commands and options in shells."""
+"""`hostweave completion`: prints scripts with which shells complete commands and options."""
 
 import argparse
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ compdef _hostweave hostweave
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The script of one of SHELLS for the commands of a parser, and their options and choices."""
+    """Returns the completion script for one of SHELLS. It completes the commands of a parser, their options and their choices."""
     if shell == "fish":
         return "".join(f"{line}\n" for line in _fish(parser))
     template, case = (_BASH, '    {}) words="{}" ;;') if shell == "bash" else (_ZSH, "    {}) found=({}) ;;")
@@ -42,14 +42,14 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """The parser of each command, and its help."""
+    """Returns the parser and the help text of each command, by name."""
     (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
     return {name: (sub, helps[name]) for name, sub in action.choices.items()}
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Words that can follow a command: its options, and the choices of its positions, each with its help."""
+    """Yields the words that can follow a command, each with its help: the options, and the choices of positional arguments."""
     for action in parser._actions:
         for word in action.option_strings or action.choices or ():
             yield str(word), action.help or ""

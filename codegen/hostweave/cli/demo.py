@@ -25,7 +25,8 @@ MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
-    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and its C++. Returns 0 if all ranks match NumPy."""
+    """Runs a program of examples/seeds.py on `ranks` ranks, and prints its fusion and its C++. Returns 0 if the results of all ranks match
+    NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -54,14 +55,15 @@ def demo(name: str, ranks: int, target: str | None) -> int:
 
 
 def enqueued(source: str) -> str:
-    """The lines of `run` that enqueue, without their margin."""
+    """Returns the lines of the C++ function `run` that enqueue work, without indentation."""
     run = source.partition("void Program::run(")[2].partition("\n}\n")[0]
     lines = run.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
     return textwrap.dedent(lines)
 
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
-    """Runs the program; prints how far each rank is from NumPy and how long it took. Returns the worst error over the tolerance."""
+    """Runs the program. Prints the error of each rank against NumPy, and the time of a call. Returns the largest error divided by the
+    tolerance."""
     names = {name for value in fusion.inputs for dim_size in value.type.shape for name in dim_size.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)
@@ -80,7 +82,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
             block = want[block_of(value.type, fusion.mesh, rank, want.shape)]
             errors = np.abs(got.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
-            error = float(np.max(errors, initial=0.0))  # NaN if the program returned NaN
+            error = float(np.max(errors, initial=0.0))  # NaN if the result has a NaN
             worst = max(worst, error) if error == error else float("inf")
             if error <= 1:
                 matching[f"{name} {list(got.shape)}"] += 1
@@ -96,7 +98,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
 
 
 def repetitions_in(seconds: float, a_call: float) -> int:
-    """Number of measured calls of `a_call` seconds each that take about `seconds`: from 1 to MAX_REPETITIONS."""
+    """Number of calls that take about `seconds` if each takes `a_call` seconds: from 1 to MAX_REPETITIONS."""
     return max(1, min(MAX_REPETITIONS, int(seconds / a_call)))
 
 

@@ -16,12 +16,12 @@ from hostweave.types.tensor import DTYPES
 
 
 def show(text: str, language: str) -> None:
-    """Prints a text, with colours if stdout is a terminal. `language` is cpp or ir."""
+    """Prints a text, in colours if stdout is a terminal. `language` is cpp or ir."""
     print(highlighted(text, language) if has_colours() else text, end="")
 
 
 def has_colours() -> bool:
-    """True if stdout is a terminal with colours, and the user has not set NO_COLOR."""
+    """True if stdout is a terminal that shows colours, and the user has not set NO_COLOR."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -32,7 +32,8 @@ def highlighted(text: str, language: str) -> str:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """The lexer of both IRs. Its keywords come from the tables of the printers and parsers; text that is in neither IR is an Error
+    """The lexer of both IRs. Its keywords come from the tables of the printers and parsers. Text that belongs to neither IR becomes an
+    Error
     token."""
     parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
@@ -46,7 +47,7 @@ def ir_lexer() -> RegexLexer:
                 (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # between the stages of `inspect --after all`
                 (r"#[^\n]*", Comment.Single),
                 (r'"(?:[^"\\\n]|\\.)*"', String),
-                (r"%[A-Za-z_]\w*", Name),  # values are most of the text: no colour
+                (r"%[A-Za-z_]\w*", Name),  # values have no colour, because most of the text consists of them
                 (r"(?<![\w)])@[A-Za-z_]\w*", Name.Function),
                 (r"@[A-Za-z_]\w*", Name.Decorator),  # the mesh axis of M@x
                 (r"\d+\.(?!\.)\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|(?:inf|nan)\b", Number.Float),

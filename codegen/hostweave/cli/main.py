@@ -1,4 +1,4 @@
-"""The command line: `hostweave COMMAND`, with the commands of `_parser`."""
+"""The command line `hostweave COMMAND`. `_parser` lists the commands."""
 
 import argparse
 import ast
@@ -38,11 +38,11 @@ from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
 from hostweave.types.machine import Network
 
-_HEADER = re.compile(r"\w+ @(\w+)\(")  # head of a function, kernel or program in the text of an IR
+_HEADER = re.compile(r"\w+ @(\w+)\(")  # first words of a function, kernel or program in IR text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, or prints the help if none is given. A mistake of the user is one line on stderr and exit status 1."""
+    """Runs one command, or prints the help if no command is given. If the user made a mistake, prints one line to stderr and returns 1."""
     parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         parser.print_help()
@@ -246,7 +246,7 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Global arrays by name. Raises HostweaveError if a size is missing."""
+    """Returns random global arrays for the inputs, by name. Raises HostweaveError if the value of a symbolic size is missing."""
     from hostweave.runtime.search import random_array
 
     if missing := {name for value in program.arguments for size in value.type.shape for name in size.symbols} - sizes.keys():
@@ -264,7 +264,7 @@ def _network(text: str) -> Network:
 
 
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
-    """The function, kernel or program of this name in each stage; the stages themselves if the name is None."""
+    """Reduces each stage to the function, kernel or program with this name. Returns the stages unchanged if the name is None."""
     if name is None:
         return stages
     parts = [(stage, {found[1]: text for text in _split(whole) if (found := _HEADER.match(text))}) for stage, whole in stages]
@@ -273,7 +273,7 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
 
 
 def _split(text: str) -> list[str]:
-    """The functions, kernels and programs of an IR's text."""
+    """Splits IR text into its functions, kernels and programs."""
     return re.split(rf"^(?={_HEADER.pattern})", text, flags=re.M)
 
 
@@ -284,7 +284,7 @@ def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
 
 
 def _changes(stages: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The first stage, then a unified diff from each stage to the next."""
+    """Yields the text of the first stage, then a unified diff from each stage to the next."""
     yield "# ---- {}\n{}".format(*stages[0])
     for (before, old), (after, new) in itertools.pairwise(stages):
         lines = "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), before, after))
@@ -318,10 +318,10 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _build_wheel(folder: Path) -> None:
-    """Builds the wheel of an exported project and prints its path. Raises HostweaveError with pip's last lines if that fails."""
+    """Builds the wheel of an exported project and prints its path. Raises HostweaveError with the last lines of pip's output on failure."""
     dist = folder / "dist"
     with progress("building the wheel"):
-        project = str(folder.resolve())  # pip takes a bare name for a package of an index
+        project = str(folder.resolve())  # pip would look up a name without slashes in the package index
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), project]
         result = subprocess.run(pip, capture_output=True, text=True)
     if result.returncode:

@@ -1,4 +1,4 @@
-"""`hostweave inspect --memory`: the offsets of the temporaries of a host program at given sizes, their peak and its lower bound."""
+"""`hostweave inspect --memory`: offsets of a host program's temporaries at given sizes, the peak, and its lower bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offsets, one for each stream with a copy, and the lines of the host IR of its first and last use."""
+    """A temporary: its offset in the arena (one per stream if each stream has a copy), and the host IR lines of its first and last use."""
 
     name: str
     type: str
@@ -33,7 +33,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`peak` is the size of the arena, `bound` the largest number of bytes in use at one time, which any plan needs."""
+    """Memory plan of a program. `peak` is the size of the arena in bytes. `bound` is the largest number of bytes live at one time."""
 
     rows: tuple[MemoryRow, ...]
     peak: int
@@ -41,7 +41,8 @@ class MemoryPlan:
 
 
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """The plan that `prepare` makes on a rank, by the same planner. Raises ProgramError if a size does not divide."""
+    """Computes the plan that `prepare` makes on a rank, with the same planner. Raises ProgramError if a size is not divisible as
+    required."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
     placed = replay.events.place()
     lines, rows = line_numbers(program), []
@@ -55,12 +56,12 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     return MemoryPlan(tuple(rows), placed.peak, placed.bound)
 
 
-# --- what the generated prepare tells the arena -----------------------------------------------------------------------
+# --- the calls of prepare that describe buffers to the arena ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Offset and size of each buffer, in the order of the first allocations, and the totals of `MemoryPlan`."""
+    """Offset and size in bytes of each buffer, in the order of allocation, and the totals of `MemoryPlan`."""
 
     offsets: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -69,7 +70,7 @@ class Placed:
 
 
 class ArenaEvents:
-    """Calls of `hw::MemoryPlan`, recorded; `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
+    """Records calls of `hw::MemoryPlan`. `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers
@@ -77,12 +78,12 @@ class ArenaEvents:
         self.pools: dict[str, int] = {}
 
     def new(self, count: int = 1) -> slice:
-        """The numbers of the next buffers, which must be allocated in this order."""
+        """Returns the indices of the next `count` buffers. They must be allocated in this order."""
         self.count += count
         return slice(self.count - count, self.count)
 
     def allocate(self, own: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """For buffers of these sizes in bytes; -1 means the workspace of matmuls."""
+        """Records an allocation of these buffers, of `bytes` bytes each. -1 stands for the size of the matmul workspace."""
         self.events.append((3 if in_window else 0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, own: slice) -> None:
@@ -105,7 +106,7 @@ class ArenaEvents:
 
 
 class _Replay:
-    """The events of `prepare`, and the buffers of each begin."""
+    """Replays the calls that `prepare` makes, and keeps the buffers of each allocation."""
 
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
@@ -140,7 +141,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """The matmuls on the caller's stream. They need a workspace from the arena, because that stream has none."""
+    """Matmuls on the caller's stream. They need a workspace from the arena, because the caller's stream has none."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
@@ -166,7 +167,7 @@ def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.Host
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
-    """For each body, the first line of each instruction in the text, in the order of `tree.walk`."""
+    """Returns, for each body, the line of each instruction in the program's text. Instructions are in the order of `tree.walk`."""
     lines: list[list[int]] = []
 
     def number(body: tree.Body, line: int) -> int:
@@ -189,10 +190,11 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are 4096, or the next size that divides as
-    required.
+    """Returns the program with numbered lines, and the offsets of its buffers.
 
-    Raises HostweaveError for names that the program does not have.
+    A size that is not given is 4096, or the next larger value that is divisible as required. Raises HostweaveError if `sizes` has a name
+    that
+    the program does not have.
     """
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
@@ -209,7 +211,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
-    """The first rank of each set of ranks that are on the same meshes."""
+    """One rank for each set of ranks that belong to the same meshes: the smallest one."""
     meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:

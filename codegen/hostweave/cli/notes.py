@@ -1,4 +1,4 @@
-"""Costs that are not visible in a fusion: gathers, copies around communications, and copies into donated memory."""
+"""Reports costs that a fusion does not show: gathers, copies for communication, and copies into donated memory."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -16,16 +16,17 @@ MUCH = 0.1  # fraction of the bytes of a rank's inputs and outputs
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """One line for each costly choice, with its location. `fusion` is the last stage before the host IR; `sizes` has defaults.
+    """Returns one line with its location for each costly choice. `fusion` is the last stage before the host IR. Missing `sizes` have
+    defaults.
 
-    Gathers that the user states by `hw.reshard` or `.stream` are not reported. A copy is reported if a communication cannot use a view.
+    Gathers that the user requested by `hw.reshard` or `.stream` are not reported. A copy is reported if a communication cannot use a view.
     """
     bound = RankSizes(usual_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []
     for found in (_gathers(fusion, bound), _packs(inlined(host), bound), _kept(host, bound)):
-        sums: dict[Location | None, tuple[str, int, int]] = {}  # per location, since its function may be called often
+        sums: dict[Location | None, tuple[str, int, int]] = {}  # keyed by location, because a function may be called several times
         for place, what, size in found:
             first, times, before = sums.get(place, (what, 0, 0))
             sums[place] = first, times + 1, before + size
@@ -48,7 +49,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Copies between strided views and the buffers of a communication."""
+    """Yields the copies between strided views and the contiguous buffers of communications."""
     posted = {
         name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in (*tree.names(i, "read"), *tree.names(i, "write"))
     }
@@ -56,12 +57,12 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
     for copy, times in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
         if copy.packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
-            what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
-            yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
+            what = f"%{copy.src} is copied to %{copy.dst}, because a communication needs contiguous memory"
+            yield copy.location, f"{what}; make the sharded dim the outermost one", times * _bytes(result, sizes)
 
 
 def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    """Copies of results into donated memory that could not be computed in place."""
+    """Yields the copies of results into donated memory. Such a result could not be computed in place."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         if copy.dst in donated:
@@ -70,7 +71,7 @@ def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None,
 
 
 def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
-    """The copies, each with how often it runs."""
+    """Yields each copy, and how often it runs."""
     for i in body:
         if isinstance(i, ir.Copy | ir.Pack):
             yield i, times
@@ -80,5 +81,5 @@ def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    """Bytes of a buffer at these sizes. A quotient that does not divide is rounded down."""
+    """Bytes of a buffer at these sizes. A size that does not divide evenly is rounded down."""
     return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Loads fusions from files, `examples/seeds.py:ag_matmul`, with constants replaced on request."""
+"""Loads fusions from files, such as `examples/seeds.py:ag_matmul`. Constants of the file can be replaced."""
 
 import ast
 import re
@@ -15,9 +15,10 @@ from hostweave.host_ir.ir import HostProgram
 
 
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
-    """Runs a Python file as a module, with top-level assignments such as `D = 8` replaced by `constants`.
+    """Runs a Python file as a module. `constants` replace the values of top-level assignments such as `D = 8`.
 
-    Raises HostweaveError if the file is missing, is not Python or lacks a constant, MissingPackage if an import fails.
+    Raises HostweaveError if the file is missing, is not Python, or does not assign one of `constants`. Raises MissingPackage if an import
+    fails.
     """
     try:
         tree = ast.parse(_text(path), str(path))
@@ -34,10 +35,10 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if missing:
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
-    folder = str(path.resolve().parent)  # `python FILE` also searches its folder for imports
+    folder = str(path.resolve().parent)  # like `python FILE`, which searches the file's folder for imports
     sys.path.insert(0, folder)
     before = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module  # dataclasses look up names of annotations there
+    sys.modules[module.__name__] = module  # dataclasses look up names in annotations in sys.modules
     try:
         exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
     except ModuleNotFoundError as error:
@@ -51,14 +52,14 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
 
 
 def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
-    """The fusions and host programs that a module defines, in order."""
+    """Fusions and host programs that a module defines, in order of definition."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Fusion | HostProgram)}
 
 
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
-    """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind.
+    """Loads the program that `FILE.py:NAME` names. NAME may be omitted if the file has only one program. `FILE.hw` is text of either IR.
 
-    `seeds:NAME` is in examples/seeds.py of the package; its other examples have the same form.
+    `seeds:NAME` is a program of examples/seeds.py in the package. The same form works for the other files of examples/.
     """
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):

@@ -1,4 +1,4 @@
-"""The tolerance for a correct result."""
+"""Computes the error that a correct result may have."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,34 +15,35 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
-_IN_A_ROW = 512  # largest number of terms that count as added sequentially
+_IN_A_ROW = 512  # largest number of terms that are assumed to be added sequentially
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|computed - exact| <= atol + rtol * |exact|, as numpy.testing.assert_allclose reads it."""
+    """Bound |computed - exact| <= atol + rtol * |exact|, as in numpy.testing.assert_allclose."""
 
     rtol: float
     atol: float
 
 
 def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
-    """Tolerance for a result of this dtype, for inputs of magnitude about 1 and either sign.
+    """Tolerance for a result of this dtype, if inputs have magnitudes of about 1 and random signs. It is 0 for integers and bools.
 
-    `reduction_length` n is the number of products or elements in one sum. `terms` D is the number of partial sums, one per rank, that are
-    rounded to the dtype before they are added. `scores` is the sum of m c over the softmaxes that lead to the value. Zero for integers and
-    bools.
+    - `reduction_length` n is the number of products or elements that one sum has.
+    - `terms` D is the number of partial sums, one per rank. They are rounded to the dtype before they are added.
+    - `scores` is the sum of m c (see below) over the softmaxes on which the value depends.
 
-    Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the roundoff of the accumulator (f32, or f64 for f64):
+    Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
 
-    - the result is rounded once, and so is each of up to three ops before it: rtol = 4 u;
-    - a sum of n such terms is a random walk of size sqrt(n). In sequential addition, each of n additions has an error of up to a times the
-      sum so far. The total is a * n / sqrt(6) in the mean square, and 5 standard deviations are below 2 a n. At most b = 512 terms are
-      added sequentially. The n / b sums of b terms have independent errors: 2 a b sqrt(n / b);
-    - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
-      sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), if all errors have the same sign: 2 u D sqrt(n);
-    - a result near zero inherits the rounding of the cancelled terms: 4 u sqrt(n);
-    - scores of a softmax are sums of m products, times a scale c: their error is 2 a m c. A weight exp(score) then has this relative error,
+    - The result is rounded once, and so are the results of up to three ops before it: rtol = 4 u.
+    - A sum of n such terms is a random walk of size sqrt(n). If terms are added sequentially, each addition has an error of up to a times
+      the
+      sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are less than 2 a n. At most b = 512
+      terms are assumed to be added sequentially. The n / b sums of b terms have independent errors: 2 a b sqrt(n / b).
+    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. So are their D - 1 sums, of size up to sqrt(n). If all errors
+      have the same sign, the total is at most u (sqrt(n D) + (D - 1) sqrt(n)). The bound used is 2 u D sqrt(n).
+    - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
+    - Scores of a softmax are sums of m products times a scale c. Their error is 2 a m c. A weight exp(score) then has this relative error,
       and so has a mean with such weights. A sum of n such means has an error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
@@ -55,9 +56,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Largest error of a value of the fusion at these sizes, for any way to compute it.
+    """Tolerance for a value of the fusion at these sizes, valid for every way to compute it.
 
-    Lengths multiply along a chain of sums and products, and so do the numbers of ranks that hold terms of a sum.
+    In a chain of sums and products, the reduction lengths multiply. The numbers of ranks that have terms of a sum multiply too.
     """
     spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
@@ -75,19 +76,19 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
 
 def _added(length: int) -> float:
-    """Returns the number of sequential additions that have the same error as a sum of this length."""
+    """Number of sequential additions whose error equals that of a sum with this many terms."""
     return min(length, sqrt(length * _IN_A_ROW))
 
 
-@lru_cache(maxsize=1)  # computed once for all outputs of a program
+@lru_cache(maxsize=1)  # the outputs of one program share the result
 def with_terms(fusion: Fusion) -> Fusion:
-    """The program without calls, with its shardings and its partial sums."""
+    """Returns the fusion with inlined calls, inferred shardings and explicit partial sums."""
     options = Options()
     return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
 
 
 def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
-    """Number of elements or products that are summed for one element of the result."""
+    """Number of elements or products that are added up for one element of the result."""
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
     dim_sizes = {
@@ -101,7 +102,7 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
 
 
 def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> float:
-    """Returns the m c of `tolerance` for the softmax in an op: 0 if there is none."""
+    """Computes m c, as `tolerance` defines it, for the softmax of an op. It is 0 if the op has no softmax."""
     operands = operand_types(op, types)
     lengths = [operands[operand].shape[dim].bind(sizes) for operand, dim in OPS[op.kind].scores_add_up]
     if not lengths:

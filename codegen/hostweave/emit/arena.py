@@ -1,4 +1,4 @@
-"""Live ranges of temporaries, as calls of the arena's plan in `prepare`."""
+"""Emits the calls in `prepare` that describe the live ranges of temporaries to the arena."""
 
 from hostweave.analysis.live_ranges import Begin, CallEvent, End, JoinEvent, MemoryEvent, MemoryEvents, OnRanks
 from hostweave.emit.context import ProgramContext, Temporary
@@ -6,9 +6,9 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """C++ that describes the live ranges of a body to the arena. Call it after the body has been emitted.
+    """Returns C++ that describes the live ranges of a body's temporaries to the arena. Call it after the body has been emitted.
 
-    A comment above it lists the buffers that may share bytes at any size.
+    The C++ begins with a comment that lists the buffers that may share bytes at any size.
     """
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
@@ -17,14 +17,14 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(steps: MemoryEvents) -> bool:
-    """True if the plan passes the sizes to the plans of functions."""
+    """True if the plan of a body also contains the plans of called functions. These plans take the sizes as an argument."""
     return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
-    """Assigns each buffer to the first group that has no live buffer, as in colouring an interval graph.
+    """Assigns each buffer to the first group without a live buffer, as in colouring an interval graph. Buffers of a group may share bytes.
 
-    `used` maps each live buffer to its group. A stream's buffer stays live until the streams are joined.
+    `used` maps each live buffer to the index of its group. A buffer of a stream stays live until that stream is joined.
     """
     for step in steps:
         match step:
@@ -44,12 +44,12 @@ def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[
 
 
 def _plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    """C++ of these steps."""
+    """Returns the C++ of a sequence of steps."""
     return "".join(_told(step, context) for step in steps)
 
 
 def _told(step: MemoryEvent, context: ProgramContext) -> str:
-    """C++ of one step of the plan."""
+    """Returns the C++ of one step of the plan."""
     match step:
         case Begin():
             buffer = context.temporaries[step]

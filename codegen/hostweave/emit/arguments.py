@@ -1,4 +1,4 @@
-"""Inputs and outputs of a program, the sizes that inputs bind, and the checks of both."""
+"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 
 class SizeBinding:
-    """A symbolic size that an input binds, and its divisor to check: 1 if the value is a multiple already."""
+    """A symbolic size whose value is computed from a dim of an input. `divisor` is checked at run time; 1 if no check is needed."""
 
     def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
         multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
@@ -33,20 +33,20 @@ class SizeBinding:
 
 @dataclass(frozen=True)
 class CheckedArgument:
-    name: str  # the user's
+    name: str  # the user's name
     label: str  # C++ for it
     dtype: str
     shape: str
-    pattern: str  # the shape before this argument binds its sizes; unknown dims are hw::kAny
+    pattern: str  # expected shape before this argument has bound its sizes; dims not known yet are hw::kAny
     sizes: tuple[SizeBinding, ...]
-    again: bool  # check the shape again once its sizes are bound
+    again: bool  # the shape is checked a second time, after its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
-    parameter: str  # parameter of the program; for a group, its first tensor
-    path: str  # in the struct of inputs or outputs
-    on: str = ""  # C++ condition that a rank holds it; empty if all do
-    memory: str = ""  # for an output: path of the input that was donated for it
-    donated: str = ""  # parameter in that struct
+    parameter: str  # name of the program's parameter; the first tensor stands for a parameter group
+    path: str  # C++ path of the tensor, such as in.x
+    on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have it
+    memory: str = ""  # for an output: C++ path of the input that was donated for it
+    donated: str = ""  # name of the donated parameter
 
     @property
     def member(self) -> str:
@@ -56,16 +56,16 @@ class CheckedArgument:
 
 @dataclass(frozen=True)
 class _Binding:
-    """Dim of an input that binds a symbolic size: the dim times its number of shards, if the shards are even."""
+    """A dim of an input that determines a symbolic size. If shards are even, the size is the local dim times the number of shards."""
 
     name: str
     dim: int
     shards: int
-    from_global: bool = False  # the local dim alone does not determine the size
+    from_global: bool = False  # shards may be uneven, so the size is computed from the global dim
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Inputs in order. Each binds the sizes that no earlier input binds."""
+    """Returns the inputs in order. Each input binds those of its sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []
@@ -83,7 +83,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """Checks the tensors of groups in a loop."""
+    """Checks the tensors of parameter groups in a C++ loop."""
 
     index: str
     count: int
@@ -91,7 +91,10 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[CheckedArgument | CheckedInTurn]:
-    """Checks of inputs or outputs. The tensors of groups are checked in a loop, after the first tensors if these bind sizes."""
+    """Yields the checks of inputs or outputs.
+
+    The tensors of parameter groups are checked in a loop. The first tensor of a group is also checked before the loop if it binds sizes.
+    """
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
@@ -106,7 +109,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
-    """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`, or None."""
+    """Returns the binding of a symbolic size by a local size such as `M/8` or `local(M, x)`, or None."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
@@ -139,20 +142,20 @@ def argument(
 
 
 def _one(program: ir.HostProgram, parameter: ir.Parameter) -> BufferType:
-    """Local type of a parameter, or of the tensors of a group."""
+    """Local type of a parameter. For a parameter group, the type of one of its tensors."""
     type = program.local_type(parameter)
     return replace(type, shape=type.shape[1:]) if parameter.group else type
 
 
 def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
-    """Path of an input or output from its struct: `in.x`, or that of the first tensor of a group, `in.layers[0].w`."""
+    """C++ path of an input or output, such as `in.x`. For a parameter group, the path of its first tensor: `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     structs = emitter.context.struct_of.get(name)
     return structs.place(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Runtime calls that check sizes: differences, reduced dims that need an element, and sums that are sharded."""
+    """Yields calls that check sizes at run time: no difference is negative, no reduced dim is empty, and sharded sums are divisible."""
     for dim_size in not_negative(program):
         yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for kind, dim_size in not_empty(program):

@@ -1,4 +1,4 @@
-"""State shared by all bodies of a program: C++ names, channels, streams, plans, kernels and temporaries."""
+"""State that the emission of all bodies of a program shares: C++ names, channels, streams, plans, kernels and temporaries."""
 
 from dataclasses import dataclass
 
@@ -24,21 +24,21 @@ WORKSPACE = "workspace_"
 
 @dataclass(frozen=True)
 class LaunchedKernel:
-    """A kernel with its launch grid, and the sizes among its arguments, which follow the buffers."""
+    """A kernel, its launch grid, and the sizes that it takes as arguments after the buffers."""
 
     kernel: str
     grid: str
     sizes: tuple[Size, ...]
 
 
-PlanKey = tuple[object, ...]  # arguments of a plan's constructor and of its prepare
+PlanKey = tuple[object, ...]  # class of a plan, arguments of its constructor, arguments of its prepare
 
 
 @dataclass(frozen=True)
 class ChannelMember:
     member: str
     ir: ir.Channel
-    flag: str  # member that is true if this rank is in the mesh; empty for the program's mesh
+    flag: str  # C++ member that is true if this rank is in the channel's mesh; empty for the program's mesh
 
     @property
     def along(self) -> str:
@@ -46,20 +46,20 @@ class ChannelMember:
 
     @property
     def key(self) -> str:
-        """Arguments by which a rank looks the channel up: its mesh and axes."""
+        """Arguments that identify the channel when a rank looks it up: its mesh and axes."""
         return f'"{self.ir.mesh}", "{self.along}"' if self.flag else f'kMesh, "{self.along}"'
 
     @property
     def transport(self) -> str:
-        """Trailing argument with the transport, or nothing for the default transport."""
+        """Last argument of the channel's look-up: the transport. Empty for the default transport."""
         return "" if self.ir.transport.name == DEFAULT else f", hw::Transport::{self.ir.transport.name}"
 
 
 @dataclass(frozen=True)
 class Plan:
     member: str
-    kind: str  # class of the runtime: MatmulPlan
-    made_with: tuple[str, ...]  # arguments of the constructor after the rank
+    kind: str  # runtime class, such as MatmulPlan
+    made_with: tuple[str, ...]  # constructor arguments after the rank
     prepared_with: tuple[str, ...]
 
 
@@ -69,53 +69,53 @@ class Temporary:
     member: str
     count: str
     comment: str
-    pool: str = ""  # pool of streams that have one buffer each
+    pool: str = ""  # stream pool in which each stream has its own copy; empty for a single buffer
     in_window: bool = False
-    sizes: frozenset[str] = frozenset()  # names in `count`
+    sizes: frozenset[str] = frozenset()  # C++ names that `count` uses
 
 
 class ProgramContext:
-    """Members and names of the program's class. Emission of the bodies collects them."""
+    """Members and names of the program's C++ class. They are collected while the bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
         self.memory_of = {
             f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
-        }  # member function that plans a function's memory
-        for body in bodies(program)[::-1]:  # the user's names come before the ones made here
+        }  # C++ member function that plans the memory of a function
+        for body in bodies(program)[::-1]:  # first claim the user's names, so that generated names avoid them
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
             for instruction in tree.walk(body.body):
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.structs = tuple(structs_of(program, names))
-        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # group -> its array of structs
+        self.struct_of = {name: structs for structs in self.structs for name in structs.groups}  # parameter group -> its array of structs
         self.passed: dict[str, tuple[Passed, ...]] = {f.name: passed_to(program, f.name, self.structs) for f in program.functions}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = CppNames(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
-        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> its flag and one mesh of these ranks
+        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh of these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # channel member -> exchange member, for kernels that reduce terms of other ranks
-        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each table
+        self.exchanges: dict[str, str] = {}  # channel member -> member of its term exchange, for kernels that all-reduce
+        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
-        self.used_by_plans: set[str] = set()  # names of sizes and coordinates in the arguments of their prepare
-        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # mesh, and condition of sizes in C++
+        self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`
+        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # for each use: the mesh, and the C++ condition on sizes
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their text without names
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # by kernel and buffer types
+        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their C++ without names
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by kernel and buffer types
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # workspace of cuBLASLt for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of the kernel for buffers of these types; their strides are part of its code.
+        """Launch of a kernel for buffers of the given types. The kernel's code contains the strides of the buffers.
 
-        Kernels that differ only in names share one definition, named after the first.
+        Kernels that differ only in names share one definition, which has the name of the first kernel.
         """
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
@@ -147,18 +147,21 @@ class ProgramContext:
 
     @property
     def index(self) -> str:
-        """C++ name of the loop index over the tensors of groups."""
+        """C++ name of the loop index over the tensors of a parameter group."""
         return self.names.of("member", "number of a tensor")
 
     def flag(self, mesh: Mesh) -> str:
-        """Member that is true if this rank is in a mesh of some of the ranks."""
+        """C++ member that is true if this rank is in a submesh of the program's mesh."""
         ranks = frozenset(mesh.all_ranks)
         if ranks not in self.flags:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """Condition under which a plan is needed: the flag of the ranks of one submesh, and one condition of sizes. Empty if always."""
+        """C++ condition under which a plan is needed; empty if always.
+
+        Combines the flag of a submesh, if all uses are on that submesh, with the condition on sizes, if all uses have the same one.
+        """
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}

@@ -1,4 +1,4 @@
-"""C++ text of sizes, integer expressions, literals and dtypes."""
+"""C++ for sizes, integer expressions, literals and dtypes."""
 
 import math
 import os
@@ -23,12 +23,12 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """C++ string literal of any text, escaped such that C++ and the assembler read it equally."""
+    """Returns a C++ string literal. Bytes other than printable ASCII are octal escapes, which C++ and the assembler both understand."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
 def number(value: float, dtype: DType) -> str:
-    """Literal in the compute type of `dtype`."""
+    """Returns the C++ literal of a number in the compute type of `dtype`."""
     if dtype.kind == "bool":
         return Word("true" if value else "false")
     if dtype.kind != "float":
@@ -41,19 +41,19 @@ def number(value: float, dtype: DType) -> str:
 
 
 def compute_type(dtype: DType) -> str:
-    """C++ type in which elements of a dtype are computed: float for 8-bit and 16-bit floats, else the dtype's own type."""
+    """C++ type in which elements of a dtype are computed: float for 8-bit and 16-bit floats, otherwise the type of the dtype itself."""
     if dtype.kind == "float":
         return "double" if dtype.name == "f64" else "float"
     return dtype.cpp
 
 
 class Word(str):
-    """C++ text of one word, such as a local variable. It needs no parentheses."""
+    """C++ that is a single token, such as a local variable or a literal. It needs no parentheses."""
 
 
 @dataclass(frozen=True)
 class Literal:
-    """A field of C++ templates: `{T:0.5}` is the literal in the compute type of a dtype."""
+    """Value for the field `T` of an op's C++ template: `{T:0.5}` becomes the literal 0.5 in the compute type of a dtype."""
 
     dtype: DType
 
@@ -63,7 +63,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class CFunction:
-    """A field of C++ templates: `{std:exp}` is `expf` for a dtype that is computed in float."""
+    """Value for the field `std` of an op's C++ template: `{std:exp}` becomes `expf` if the dtype is computed in float, otherwise `exp`."""
 
     dtype: DType
 
@@ -72,18 +72,19 @@ class CFunction:
 
 
 def accumulator_type(dtype: DType) -> str:
-    """C++ type of a reduction's accumulator, wide enough that the result is rounded or wraps only once."""
+    """C++ type of a reduction's accumulator. It is wide enough that only the final result is rounded or wraps around."""
     return {"float": compute_type(dtype), "int": "int64_t"}.get(dtype.kind, "uint64_t")
 
 
 @dataclass
 class CppExprPrinter:
-    """C++ text of sizes and of integer expressions.
+    """Prints sizes and integer expressions as C++.
 
-    `sizes` maps symbolic sizes to C++ names, in the order in which a product lists them. `multiples` holds known divisors of
-    sizes, so that `M/8*K` is written `M / 8 * K`. `variables` holds the C++ names of loop indices, and `coordinates` those of
-    this rank's coordinates, by mesh and axis. The axis `""` denotes the rank's number. Expressions refer to the axes of
-    `mesh`.
+    - `sizes` maps symbolic sizes to C++ names. The factors of a product are printed in the order of this map.
+    - `multiples` has known divisors of sizes. They allow a division next to its factor: `M / 8 * K`.
+    - `variables` maps loop indices to C++ names.
+    - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
+    - `mesh` is the mesh whose axes the printed expressions refer to.
     """
 
     mesh: Mesh
@@ -92,17 +93,18 @@ class CppExprPrinter:
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[MeshAxis, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
-    depths: Mapping[str, int] = field(default_factory=dict)  # sizes that the program itself states
+    depths: Mapping[str, int] = field(default_factory=dict)  # trip counts that are constants of the program
     program: Mesh = field(init=False)
     calls_runtime: bool = False  # uses hw::mod or hw::floor_div
-    used: set[str] = field(default_factory=set)  # names of sizes and coordinates in the texts since `noting` began
+    used: set[str] = field(default_factory=set)  # C++ names of sizes and coordinates that were printed since `noting` began
 
     def __post_init__(self) -> None:
         self.program = self.mesh
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Collects the names of sizes and coordinates that are printed in the `with` block. An enclosing block does not get them."""
+        """Collects the C++ names of sizes and coordinates that are printed inside the `with` block. An enclosing `noting` does not collect
+        them."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -114,9 +116,9 @@ class CppExprPrinter:
     # --- sizes ---
 
     def size(self, dim_size: Size) -> str:
-        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact from left to right.
+        """Returns the C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact if evaluated from left to right.
 
-        A size that is a sum has no parentheses.
+        A sum is returned without parentheses.
         """
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
@@ -134,7 +136,8 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
-        """Key of a size in which numbers replace `atoms`: sizes with equal keys have texts that differ in names only."""
+        """Key of a size, with each atom replaced by its position in `atoms`. Sizes with equal keys print as C++ that differs only in
+        names."""
 
         def of(factor: Factor) -> tuple[object, ...]:
             own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)
@@ -143,7 +146,7 @@ class CppExprPrinter:
         return size.coefficient, tuple(sorted(map(of, size.factors), key=repr)), size.divisor
 
     def sum(self, factor: Sum) -> str:
-        """C++ of a sum: `M + N`."""
+        """Returns the C++ of a sum, such as `M + N`."""
         text = ""
         for term in factor.terms:
             is_added = term.coefficient > 0
@@ -151,12 +154,12 @@ class CppExprPrinter:
         return text
 
     def factor(self, size: Size) -> str:
-        """C++ of a size as a factor, in parentheses if needed."""
+        """Returns the C++ of a size as a factor of a product, in parentheses if needed."""
         text = self.size(size)
         return f"({text})" if " " in text else text
 
     def first_factor(self, size: Size) -> str:
-        """C++ of a size as the first factor or as a dividend. A product needs no parentheses there."""
+        """Returns the C++ of a size as the first factor of a product or as a dividend, where a product needs no parentheses."""
         return self.factor(size) if isinstance(size.factor, Sum) else self.size(size)
 
     def shape(self, sizes: Iterable[Size]) -> str:
@@ -169,13 +172,13 @@ class CppExprPrinter:
     # --- integers ---
 
     def define(self, variable: str, text: str, range: Range) -> str:
-        """Binds a loop index or a `let` to its C++ name and its range of values."""
+        """Binds a loop index or a `let` variable to its C++ name and to the range of its values."""
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
     @contextmanager
     def given(self, condition: Expr) -> Iterator[None]:
-        """Assumes a condition inside the `with` block, which narrows the range of a loop index."""
+        """Assumes that a condition holds inside the `with` block. A comparison with a constant narrows the range of a loop index."""
         before = dict(self.ranges)
         match condition:
             case Binary(">", Var(name), Const(value)):
@@ -188,12 +191,12 @@ class CppExprPrinter:
         self.ranges = before
 
     def rank(self) -> str:
-        """C++ name of this rank's number."""
+        """C++ name of the variable that holds this rank."""
         return self.noted(self.coordinates[self.program, ""])
 
     @contextmanager
     def on(self, mesh: Mesh) -> Iterator[None]:
-        """Inside the `with` block, expressions refer to the axes of `mesh`."""
+        """Prints expressions inside the `with` block with respect to the axes of `mesh`."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
@@ -225,7 +228,7 @@ class CppExprPrinter:
         raise TypeError(f"not an expression: {expr!r}")
 
     def known(self, expr: Expr) -> Expr:
-        """The expression with the depths that the program states. A comparison of constants is 0 or 1."""
+        """Replaces trip counts that are constants of the program, and folds comparisons of constants to 0 or 1."""
         match expr:
             case Symbol(size) if size in self.depths:
                 return Const(self.depths[str(size)])
@@ -237,7 +240,7 @@ class CppExprPrinter:
         return expr
 
     def times(self, expr: Expr, size: Size) -> str:
-        """C++ of an index times a size, such as `p * (M / 8 * K)`; empty for 0."""
+        """Returns the C++ of an index times a size, such as `p * (M / 8 * K)`. Empty if the product is 0."""
         if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):
@@ -254,7 +257,8 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """C++ of a remainder that is never negative. C++'s `%` takes the sign of its left side, so that side is made non-negative first."""
+        """Returns the C++ of a remainder that is never negative. In C++ the sign of `%` follows the left operand, so a negative left
+        operand is shifted first."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

@@ -1,4 +1,4 @@
-"""Export of a program as a CMake project: a library with a C++ and a C API, which builds and runs without Python."""
+"""Exports a program as a CMake project: a library with a C++ and a C API. Building and running it needs no Python."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
-_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of the runtime that each project contains
-_SUMS = "SHA256SUMS"  # digests of the written files; the next export compares files with them
+_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that each project contains
+_SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export detects edited files with it
 
 
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
-    """Renders the generated files as a dict from path to text.
+    """Renders the generated files, and returns a dict from path to text.
 
     The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
-    kernels.cu, and one with user kernels user_kernels.cuh. It is compiled for `machine`. The same program and machine always
-    give the same bytes. Raises ProgramError for an op that cannot be written in C++.
+    kernels.cu.
+    A program with user kernels also has user_kernels.cuh. Kernels are scheduled for `machine`. Equal programs and machines give the same
+    bytes. Raises ProgramError for an op that has no C++.
     """
     emitted = ProgramSources(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
@@ -39,14 +40,14 @@ def export(
     machine: Machine = H200,
     wheel: Wheel | None = None,
 ) -> None:
-    """Writes a CMake project to `folder`: the library, the runtime's sources, and a main.cpp that runs, checks and times it.
+    """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs, checks and times the program.
 
-    With `wheel` the project is also a Python package, from which `pip wheel` builds a wheel.
+    With `wheel`, the project is also a Python package, and `pip wheel` builds a wheel from it.
 
-    `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
-    as a string. Both are compiled for `machine`. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError
-    for an op that cannot be written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or
-    was edited since.
+    `reference` is the same computation as a program for one device, and `dtypes` are the dtypes of its values. If there is no reference,
+    `reference` is the reason as a string. Both programs are compiled for `machine`. The target is chosen when CMake configures:
+    `-DHOSTWEAVE_TARGET=cpu|cuda`. Raises ProgramError for an op that has no C++. Raises ArgumentError if a file of the project exists that
+    no export wrote, or that was edited since.
     """
     emitted = ProgramSources(program, machine)
     alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)
@@ -66,19 +67,19 @@ def export(
             what = "was edited since it was exported" if path in written else "was not written by an export"
             raise ArgumentError(f"{program.name}: export: {there} exists and {what}; move it, or choose another folder")
     for path in written.keys() - files.keys():
-        (folder / path).unlink(missing_ok=True)  # left by an earlier export; CMake would compile it too
+        (folder / path).unlink(missing_ok=True)  # a file of an earlier export, which CMake would also compile
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # digests first, so that an interrupted export can be repeated
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # digests first: an interrupted export can be repeated
         there = folder / path
-        if not there.exists() or there.read_bytes() != content:  # an unchanged file keeps its time stamp, so it is not compiled again
+        if not there.exists() or there.read_bytes() != content:  # an unchanged file keeps its time stamp, so CMake does not recompile it
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(content)
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
-    """Sources of the runtime by path, without the driver, which only Python uses.
+    """Sources of the runtime, by path. The driver is excluded, because only the Python binding uses it.
 
-    The file STAMP holds a digest of the sources that all programs share.
+    The file STAMP has a digest of the sources that all exported programs have in common.
     """
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
@@ -89,12 +90,12 @@ def _runtime(with_attention: bool) -> dict[str, bytes]:
 
 
 def _sources(emitted: ProgramSources) -> dict[str, str]:
-    """The host IR and the rendered templates, by path."""
+    """The program's host IR and its rendered templates, by path."""
     return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """Files that an earlier export wrote to the folder: path -> SHA-256."""
+    """Reads which files an earlier export wrote to the folder. Returns a dict from path to SHA-256."""
     try:
         lines = (folder / _SUMS).read_text().splitlines()
     except FileNotFoundError:

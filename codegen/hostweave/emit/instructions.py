@@ -1,4 +1,4 @@
-"""Emission of host IR instructions: computes the operands and C++ names that each instruction's template needs."""
+"""Emits C++ for host IR instructions: computes the operands and C++ names that the template of each instruction needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGEST_COMMENT = 114
 
 @dataclass(frozen=True)
 class OperandBuffer:
-    """Operand of an instruction: its C++ expression, its type, and the parameter or temporary that it is part of."""
+    """Operand of an instruction: its C++ expression, its type, and the parameter or temporary that it aliases (`root`)."""
 
     text: str
     type: BufferType
@@ -42,7 +42,7 @@ class OperandBuffer:
 
 
 class Emitter:
-    """Emits one body: of the program, or of a function, which is passed as a program."""
+    """Emits one body: that of the program or of a function. A function is passed as a HostProgram too."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -54,26 +54,26 @@ class Emitter:
         self.temporaries = context.temporaries
         self.steps = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.steps))  # one per allocate, in program order
-        self.used: set[str] = set()  # parameters and temporaries that the emitted calls name
+        self.used: set[str] = set()  # parameters and temporaries that the emitted code uses
         self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
-        self.sizes_given = ""  # condition of sizes under which the current instruction runs, in C++
-        self.comments: list[str] = []  # source lines that were written last
+        self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
+        self.comments: list[str] = []  # comments with source lines that were emitted last
         self.others = _other_names(program)
-        self.elements: dict[str, tuple[str, Expr]] = {}  # views of one tensor of a group
-        self.windows: set[str] = set()  # temporaries in windows
+        self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> the group and the tensor's index
+        self.windows: set[str] = set()  # temporaries that are allocated in a window
 
     def body(self, body: tree.Body) -> str:
-        """C++ of a body. Source lines of the user become comments above their instructions."""
+        """Returns the C++ of a body. The user's source lines are comments above the instructions that they produced."""
         return "".join(f"{comments}{code}" for comments, code in self.commented(body))
 
     def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
-        """The comments and the C++ of each instruction that emits code."""
+        """Yields, for each instruction that emits code, the comments above it and its C++."""
         body = _joined(body)
         for number, i in enumerate(body):
-            lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join ends the work above it
+            lines = [] if tree.names(i, "join") else self.lines_of(body[number:])  # a join belongs to the instructions before it
             before, self.comments = self.comments, lines or self.comments
-            continued = len(before) if self.comments[: len(before)] == before else 0  # lines that were already printed
+            continued = len(before) if self.comments[: len(before)] == before else 0  # number of lines that are printed already
             shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
             code = self.instruction(i, last=i is body[-1])
             if code:
@@ -82,18 +82,19 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the user's source lines for the first work in a body. A kernel has the lines of all its ops."""
+        """Comments with the user's source lines of the first instruction in a body that does work. A kernel has the lines of all its
+        ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
-        if i.location not in locations:  # the kernel was generated for another launch
+        if i.location not in locations:  # the launch has another source line than the kernel's ops
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
     def emit_call(self, i: ir.Call) -> str:
         structs = {at: each for each in self.context.passed.get(i.function, ()) for at in each.members}
-        arguments: dict[object, str] = {}  # by position, or by struct
+        arguments: dict[object, str] = {}  # keyed by position, or by struct if several parameters are passed as one struct
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if at in structs:
                 struct = structs[at].structs.at(self.expr(self.elements[name][1]))
@@ -103,10 +104,11 @@ class Emitter:
         return f"{self.context.functions[i.function]}({', '.join((*arguments.values(), self.stream))});\n"
 
     def instruction(self, i: tree.Instruction, last: bool) -> str:
-        """C++ of one instruction: by the method for its class or nearest base class, else by its class's template."""
+        """Returns the C++ of one instruction, from the `emit_` method of its class or nearest base class. The default is the class's
+        template."""
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # consecutive sends and recvs are posted as one group
+        if opens_group:  # each send or recv outside of a Group instruction is a separate group
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -118,7 +120,7 @@ class Emitter:
     # --- operands of instructions ---
 
     def text(self, name: str) -> str:
-        """C++ expression of a buffer. Marks the buffer as used."""
+        """Returns the C++ expression of a buffer, and marks the buffer as used."""
         self.used.add(self.buffers[name].root)
         return self.buffers[name].text
 
@@ -135,7 +137,7 @@ class Emitter:
         return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
-        """Size in bytes of a buffer, or of `elements` of its elements."""
+        """Returns the C++ for the size of a buffer in bytes, or for the size of `elements` of its elements."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
         return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
@@ -150,25 +152,25 @@ class Emitter:
         return f"{self.context.events[i.event]}[{self.expr(i.index)}]"
 
     def channel(self, i: ir.Communication) -> str:
-        """Member of the channel that a communication uses."""
+        """C++ member of the channel that a communication uses."""
         return self.context.channel(self.program.channel(i.channel)).member
 
     def handle(self, i: ir.Communication) -> str:
-        """Trailing arguments of a transport call: the channel's handle and the stream."""
+        """Last arguments of a call of the transport's library: the channel's handle and the stream."""
         return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
-        """Transport of a communication, or of all communications in a group."""
+        """Transport of a communication instruction. For a group, the transport of the communication instructions in it."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        """Returns True if all buffers are in the program's windows, which are registered with its channels."""
+        """True if all buffers are in the program's windows, which are registered with its channels."""
         return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---
 
     def emit_allocate(self, i: ir.Allocate) -> str:
-        """Declares a temporary. For a buffer with one copy per stream, a local variable points to the current stream's copy."""
+        """Declares a temporary as a member. If each stream has a copy, also declares a pointer to the current stream's copy."""
         begin = next(self.begins)
         if i.in_window:
             self.windows.add(i.out)
@@ -196,11 +198,11 @@ class Emitter:
         return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Emits nothing: `prepare` lays out the arena before the first call."""
+        """Emits nothing: `prepare` plans the arena before the first run, so nothing is freed in a run."""
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. A view at offset 0 reuses the source's pointer."""
+        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -244,7 +246,7 @@ class Emitter:
         return self.planned("MatmulPlan", name, made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, name: str, made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """Member that holds the plan. Instructions with equal constructor and prepare arguments share one plan."""
+        """C++ member that holds a plan. Instructions with equal arguments for constructor and `prepare` share one plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
@@ -278,7 +280,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # an updated operand has the same memory as its result
+        lies_in = dict(updated(i, self.context.declared, ()))  # an operand that the kernel updates in place is its result's buffer
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
@@ -290,7 +292,7 @@ class Emitter:
     def launch_of(
         self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
     ) -> str:
-        """Launch of a generated kernel on these buffers. `first` replaces the first buffer's argument."""
+        """Returns the launch of a generated kernel on the given buffers. `first` replaces the argument of the first buffer."""
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
@@ -299,7 +301,7 @@ class Emitter:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
 
     def launch_user_kernel(self, i: ir.Launch, source: UserKernel) -> str:
-        """Launch of a user kernel on this rank's local blocks."""
+        """Returns the launch of a user kernel on this rank's local tensors."""
         mesh, uneven = self.integers.mesh, self.program.uneven
         buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
         arguments = []
@@ -329,15 +331,15 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # all bytes are 0; -0.0 is not
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # a memset suffices: all bytes are 0, unlike those of -0.0
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """Emits an in-place broadcast; the root's buffer is only read."""
-        number: Expr = Const(0)  # rank of the root in the process group
+        """Emits a broadcast in place. The root's buffer is only read, so its const is cast away."""
+        number: Expr = Const(0)  # the root's rank in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
@@ -346,7 +348,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Collective that loops over the ranks of its channel and sends or receives one block per rank."""
+        """Emits a collective as a loop over the ranks of its channel that sends or receives one block per rank."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -380,23 +382,23 @@ class Emitter:
         self.in_group = True
         body = self.body(i.body)
         self.in_group = False
-        self.sizes_given = ""  # condition of sizes under which the current instruction runs, in C++
+        self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         return body
 
     def in_block(self, i: ir.Get, what: str) -> str:
-        """Offset or size, in elements, of a peer's block in a dim that the ranks share. `what` is "begin" or "size"."""
+        """C++ for the offset ("begin") or size ("size") of a peer's shard along the sharded dim, in elements."""
         shape, along, ranks = self.type_of(i.dst).shape, i.received_along or 0, self.program.channel(i.channel).size
         local = f"hw::local_{what}({self.integers.size(shape[along])}, {ranks}, {self.expr(i.peer)})"
         each = product(shape[:along] + shape[along + 1 :])
         return local if each == Size() else f"{local} * {self.integers.factor(each)}"
 
     def shared(self, name: str, along: int) -> str:
-        """A dim that is sharded over a channel, and the number of elements per index."""
+        """C++ for the size of a dim that is sharded over a channel, and for the number of elements per index of that dim."""
         shape = self.type_of(name).shape
         return self.integers.shape((shape[along], product(shape[:along] + shape[along + 1 :])))
 
     def cuts(self, cuts: Cuts) -> str:
-        """C++ of the cuts of a packed tensor: `hw::Blocks{{A}, {M, 4}}`."""
+        """C++ of the pieces of a packed tensor: `hw::Blocks{{A}, {M, 4}}`."""
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
@@ -435,7 +437,7 @@ class Emitter:
 
     @contextmanager
     def given_sizes(self, condition: Expr) -> Iterator[None]:
-        """Applies a condition on sizes to the plans that are emitted inside the `with` block."""
+        """Records that plans emitted inside the `with` block are needed only if a condition on sizes holds."""
         before = self.sizes_given
         if all(isinstance(leaf, Const | Symbol) for leaf in leaves(condition)):
             self.sizes_given = " && ".join(filter(None, (before, self.expr(condition))))
@@ -443,7 +445,7 @@ class Emitter:
         self.sizes_given = before
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
-        """Emits the body under the mesh's flag, or nothing if the body only allocates."""
+        """Emits the body under the flag of the mesh. Emits nothing if the body only allocates."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")
@@ -453,7 +455,7 @@ class Emitter:
 
 
 def _joined(body: tree.Body) -> tree.Body:
-    """Merges bodies on the same mesh that have only allocations and deallocations between them."""
+    """Merges OnMesh bodies of the same mesh if only allocations and deallocations are between them."""
     result: list[tree.Instruction] = []
     between: tree.Body = ()  # allocations since the last body
     for i in body:
@@ -469,7 +471,7 @@ def _joined(body: tree.Body) -> tree.Body:
 
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
-    """Other names of each buffer: values that are written over all of its bytes in place or through a view."""
+    """Maps each buffer to its other names: values that are written to the same memory, in place or through a view."""
     roots, found = tree.AliasRoots(), dict[str, list[str]]()
     for i in tree.walk(program.body):
         if i.shows:
@@ -481,7 +483,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 
 def _comment(location: Location) -> str:
-    """Source line as a one-line C++ comment. Makes sure that the last character does not continue the comment on the next line."""
+    """Formats a source line as a one-line C++ comment. Trailing characters that would continue the comment on the next line are cut off."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."
@@ -489,6 +491,7 @@ def _comment(location: Location) -> str:
 
 @tree.per_kind
 def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str]:
-    """Emission method of an instruction class: `emit_on_stream` for OnStream. The default lays out the class's template."""
+    """Finds the emission method of an instruction class, such as `emit_on_stream` for OnStream. The default renders the class's
+    template."""
     names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
     return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

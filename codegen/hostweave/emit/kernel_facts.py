@@ -1,4 +1,4 @@
-"""Names of values and sizes, memory, accumulators, and the C++ of ops that the source of a kernel uses."""
+"""Facts of a kernel that its C++ needs: names of values and sizes, buffer types, accumulators, and C++ templates of its ops."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hostweave.types.tensor import BufferType
 
 
 class KernelFacts:
-    """Facts of one kernel. A value is C++ text: a literal, an element in memory, or a local variable."""
+    """Facts of one kernel. A value is represented by its C++: a literal, an element in memory, or a local variable."""
 
     printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes in its text that are not bounds of loops
+    own_sizes: tuple[Size, ...] = ()  # sizes that the kernel's C++ uses other than as loop bounds
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
@@ -43,12 +43,12 @@ class KernelFacts:
         self.lies = {**dict(zip(self.inputs, buffers, strict=False)), **{name: loops.memory[stored(name)] for name in self.results}}
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
-        self.totals: dict[str, str] = {}  # accumulators by reduction
-        self.rows: dict[str, str] = {}  # rows of computed values that threads hold, by value
+        self.totals: dict[str, str] = {}  # reduction -> its accumulator
+        self.rows: dict[str, str] = {}  # value -> local variable with a row of it in registers
 
     @cached_property
     def used_sizes(self) -> tuple[Size, ...]:
-        """Sizes that the text of the kernel names."""
+        """Sizes that occur in the kernel's C++."""
         return (
             *self.own_sizes,
             *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
@@ -61,13 +61,13 @@ class KernelFacts:
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """Sizes that are parameters of the kernel, in order."""
+        """Atoms of these sizes that are parameters of the kernel, in order."""
         used = {atom for size in self.used_sizes for atom in size.atoms}
         return tuple(atom for atom in self.loops.integers.sizes if atom in used)
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Key of the kernel: equal for two kernels that differ only in names."""
+        """Key of the kernel. Kernels that differ only in names have equal keys."""
         values = {name: number for number, name in enumerate((*self.types, *self.ir.places))}
         integers, letters = self.loops.integers, self.ir.letters()
 
@@ -93,12 +93,12 @@ class KernelFacts:
         )
 
     def functions(self) -> set[str]:
-        """C functions that the kernel calls; no local variable may have their names."""
+        """Names of the C functions that the kernel calls. No local variable may have these names."""
         specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
     def template(self, op: Op) -> str:
-        """C++ template of an op, for the dtype of its operands."""
+        """C++ template of an op for the dtype of its last operand. Empty if the op has no operands."""
         if not op.tensors:
             return ""
         dtype = op.result.type.dtype
@@ -109,41 +109,41 @@ class KernelFacts:
         return OpDef.fields(self.template(op))
 
     def cpp(self, op: Op, operands: Iterable[str]) -> str:
-        """C++ of an op, with literals and C functions in the compute type."""
+        """Returns the C++ of an op, with literals and C functions in the compute type of its last operand."""
         dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def lane_size(self, name: str) -> Size:
-        """Size of the one dim of a value over which no loop iterates."""
+        """Size of the dim of a value that no loop of the kernel iterates over."""
         return self.types[name].shape[self.walked.lanes[name]]
 
     def size_of_lane(self, name: str) -> str:
         return self.loops.integers.factor(self.lane_size(name))
 
     def first_row(self, rows: str) -> str:
-        """First of the rows that this rank holds; empty if it holds all of them."""
+        """C++ for the index of the first row that this rank has; empty if it has all rows."""
         if rows in self.pointers:
             return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, place: str, name: str) -> str:
-        """Offset of index `place` along an input's dim that no loop iterates over."""
+        """C++ for the offset of index `place` along the dim of an input that no loop iterates over."""
         stride = self.ir.lanes[name].stride
         return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
-        """Operands of an op, repeated as often as the C++ of the op names them."""
+        """Yields the operands of an op, each as often as the C++ of the op uses it."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
                 yield from [operand] * max(1, self.fields(op).count((str(i), "")))
 
     def array_of(self, name: str) -> str:
-        """C++ type of the parameter for an input."""
+        """C++ type of the kernel's parameter for an input."""
         cpp = self.types[name].dtype.cpp
         return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """Elements that the kernel reads and writes, as arguments that the CPU device checks."""
+        """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes. The CPU device checks them."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():
@@ -152,7 +152,7 @@ class KernelFacts:
                 yield pointer if name in self.terms else f"hw::{verb}({pointer}, {extent})"
 
     def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-        """Number of elements of a buffer. For a strided view, its dims and strides."""
+        """Number of elements of a contiguous buffer, as a tuple of one. For a strided view, its dims and strides."""
         if buffer.strides is None:
             return (self.ir.own(product(buffer.shape)),), ()
         dims = merged([LoopDim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)])
@@ -160,17 +160,17 @@ class KernelFacts:
         return tuple(self.ir.own(dim.size) for dim in dims), tuple(self.ir.own(dim.strides[0]) for dim in dims)
 
     def elements(self, name: str) -> str:
-        """Local variable for a vector of an input's elements."""
+        """Name of the local variable that holds a vector of elements of an input."""
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, place: str) -> str:
-        """Name of an element with its indices: `x_ij`."""
+        """Name of an element that lists its indices, such as `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(place)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
     def count(self, op: Op) -> str:
-        """Divisor of a mean, if it differs from the number of elements that the kernel reduces."""
+        """C++ of a mean's divisor if it differs from the number of elements that the kernel reduces. Otherwise empty."""
         count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
         return self.loops.integers.size(count) if count != Size(0) else ""

@@ -1,4 +1,4 @@
-"""C++ of a kernel's loops: their heads, the launch grid, the offsets of elements, and the variants by alignment and size."""
+"""C++ of a kernel's loops: loop heads, launch grid, element offsets, and variants by alignment and size."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ from hostweave.types.size import Factor, Size, product
 
 @dataclass(frozen=True)
 class Templates:
-    """C++ of a distribution, as templates with placeholders for the loops."""
+    """C++ templates of a distribution, which assigns iterations to threads. The placeholders are filled in for the loops of a kernel."""
 
     loop: str  # head of the loop over the kept dims
-    grid: str  # launch grid
-    inner: str = ""  # head of the innermost reduction loop, which threads share
-    reduce: str = ""  # call that reduces the threads' accumulators
-    reduce_last: str = ""  # cheaper call if only the storing threads need the result
-    leader_if: str = ""  # condition under which a thread stores the result
+    grid: str  # grid of the launch
+    inner: str = ""  # head of the innermost reduction loop, whose iterations are divided among threads
+    reduce: str = ""  # call that reduces the accumulators of all threads
+    reduce_last: str = ""  # cheaper call for use if only the threads that store need the result
+    leader_if: str = ""  # condition that is true on the threads that store the result
     bounds: str = ""  # maximum number of threads per block
     closing: str = ""  # text after the body of the innermost loop
 
@@ -76,11 +76,11 @@ TEMPLATES = {
     ir.BY_BLOCK_LANES: _OF_BLOCK_LANES,
     ir.BY_CLUSTER_LANES: replace(_OF_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # threads of a block, if the multiprocessor runs no other block, so that it may use all registers
+ALL_REGISTERS = 1024  # block size at which one block may use all registers of a multiprocessor
 
 
 class LoopPrinter:
-    """C++ of the loops of a kernel, with names for its indices."""
+    """Prints the loops of a kernel as C++, and names its indices."""
 
     multiplies = False  # True if the kernel begins with matmuls
     grid: str  # launch grid of the kernel
@@ -94,7 +94,7 @@ class LoopPrinter:
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
-        self.starts: dict[str, Size] = {}  # where the parts begin that are computed at present, by name
+        self.starts: dict[str, Size] = {}  # operand of a concat or pad -> its first index in the result
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
@@ -103,7 +103,8 @@ class LoopPrinter:
     # --- heads ---
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
-        """Fills in a template. `width` is the C++ name of the vector width, and `named` replaces sizes."""
+        """Fills in the placeholders of a template. `width` is the C++ name of the vector width, and `named` maps sizes to sizes that
+        replace them."""
         loops = self.ir
         width, number = width if loops.width > 1 else "", loops.index
 
@@ -140,18 +141,18 @@ class LoopPrinter:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Heads of the loops over the reduced dims. Threads may share the innermost loop."""
+        """Heads of the loops over the reduced dims. The iterations of the innermost loop may be divided among threads."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.ir.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)
 
     def reduce(self, is_last: bool) -> str:
-        """Call that reduces the accumulators of several threads. After the last loop, only the storing threads need the result."""
+        """Call that combines the accumulators of several threads. After the last loop only the threads that store need the result."""
         return self.text((is_last and self.templates.reduce_last) or self.templates.reduce)
 
     @property
     def leader_if(self) -> str:
-        """Condition under which a thread stores a reduced result."""
+        """C++ condition that is true on the threads that store a reduced result."""
         return self.text(self.templates.leader_if)
 
     @property
@@ -162,14 +163,14 @@ class LoopPrinter:
 
     @property
     def varied(self) -> dict[str, str]:
-        """Template parameters of the kernel, each with the function parameter from which it is deduced."""
+        """Template parameters of the kernel's lambda `compute`, each with the function parameter from which it is deduced."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.ir.width > 1 else {}
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Arguments for the template parameters, each with its condition. The last variant is unconditional."""
+        """Arguments for these template parameters, each with the condition that selects it. The last one has no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -194,7 +195,7 @@ class LoopPrinter:
         return [(is_wide, f"hw::Width<{loops.width}>()"), ("", "hw::Width<1>()")]
 
     def is_wide(self, pointers: Iterable[str]) -> str:
-        """C++ condition for vectorised access: sizes are multiples of the width, and pointers are aligned."""
+        """C++ condition for vectorised access: sizes are multiples of the vector width, and pointers are aligned."""
         width = self.ir.width
         unsure = [size for size in self.ir.divided() if size.divisor > 1 or size.coefficient % width]
         texts = [f"{self.integers.first_factor(size)} % {width} == 0" for size in unsure]
@@ -204,7 +205,8 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Inside the `with` block, offsets are those of an operand of a concat or pad. Gives the conditions of its first and last index."""
+        """Makes offsets inside the `with` block relative to an operand of a concat or pad. Yields conditions: the index is in the operand's
+        range."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)
@@ -216,7 +218,7 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, place: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride, its dim, and where the part begins that is computed at present."""
+        """Indices of an element, each with its stride, its dim, and the index at which the operand of a concat or pad begins along it."""
         loops, parts = self.ir, self.ir.space.parts.get(place, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
@@ -226,7 +228,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, place: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Indices of the first element of a vector, or of its element `lane`, each with its stride."""
+        """Terms (index, stride) of an element's offset: for the first element of a vector, or for its element `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {lane}" if lane and dim == self.ir.along else name
@@ -236,15 +238,15 @@ class LoopPrinter:
         return [(index(*term), term[1]) for term in self.indices(place)]
 
     def row_terms(self, place: str) -> list[tuple[str, Size]]:
-        """The terms of the first element of a row."""
+        """Terms of the offset of a row's first element."""
         return [term for term in self.terms(place) if term[0] != self.names[self.ir.along]]
 
     def shifted(self, pointer: str, terms: Sequence[tuple[str, Size]]) -> str:
-        """Pointer to the element at these terms, such as `x + i * N + j`."""
+        """C++ pointer to the element with the given offset terms, such as `x + i * N + j`."""
         return f"{pointer} + {self.sum_of(terms)}" if terms else pointer
 
     def offset(self, place: str) -> str:
-        """Offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""
+        """C++ for the offset of an element, such as `i * N + j`. For element `e` of a vector: `i * N + j + e`."""
         return self.sum_of(self.terms(place, self.lane))
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
@@ -254,7 +256,7 @@ class LoopPrinter:
         return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
 
     def declarations(self) -> tuple[str, ...]:
-        """Declarations of the indices of the result's dims, such as `element / (m * N) % 4`."""
+        """Declarations that decompose a linear index into the indices of the result's dims, such as `element / (m * N) % 4`."""
         declared, kept = [], self.ir.kept
         for i in self.ir.taken_apart():
             inner = product(tuple(dim.size for dim in kept[i + 1 :]))
@@ -264,12 +266,12 @@ class LoopPrinter:
         return tuple(declared)
 
     def divisor(self, size: Size) -> str:
-        """Divisor of a linear index, in the type of that index."""
+        """C++ of a divisor, converted to the type of the linear index that it divides."""
         return self.integers.factor(size) if size.is_int or self.ir.index != "Index" else f"Index({self.integers.size(size)})"
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """A printer that also knows the name of the outermost size, and prefers it to the sizes that it replaces."""
+    """Extends a printer by the outermost size of a kernel, a parameter that replaces a product of sizes. The printer prefers it."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -1,4 +1,4 @@
-"""Emission of kernels: loops, statements of one element, and the parameters of a launch."""
+"""Emits kernels: their loops, the statements for one element, and the parameters of the launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Nest:
-    """C++ of one loop nest over the reduced dims."""
+    """C++ of one loop nest over the reduced dims: statements before it, accumulators, loop body, and statements after it."""
 
     before: Lines
     starts: Lines
@@ -31,10 +31,10 @@ class Nest:
 
 
 class EmittedKernel:
-    """A kernel as its template sees it: loops over the kept dims, and inside them loops over the reduced dims.
+    """A kernel in the form that its template needs: loops over the kept dims, which enclose loop nests over the reduced dims.
 
-    Accesses of neighbouring threads are coalesced. `stores` write results that have only the kept dims. `last` is the body of a
-    final loop that writes results with all dims. `before` precedes the declarations of indices.
+    Adjacent threads access adjacent elements. `stores` are statements that write results without reduced dims. `last` is the body of a
+    final loop, which writes results with all dims. `before` are statements that precede the declarations of indices.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class EmittedKernel:
         packed = [pointer for name, pointer in of.pointers.items() if name in of.ir.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
-        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms that other ranks send come last
+        held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms of other ranks are loaded last
         rows = ((of.elements(name), of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
-        # Declarations of decomposed indices and of held rows.
+        # Declarations of decomposed indices, and of rows that threads keep in registers.
         self.indices = (*before, *of.loops.declarations(), *kept_rows)
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # The parameter whose terms the kernels of several ranks reduce.
+        # The parameter whose terms come from several ranks; the kernel all-reduces them.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
 
 
 class KernelEmitter(KernelFacts):
-    """Writes one kernel.
+    """Emits one kernel.
 
-    Rows that threads hold in registers are loaded before the first loop, so that no load follows a reduction.
+    Rows that threads keep in registers are loaded before the first loop, so that no load has to wait for a reduction.
     """
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
@@ -81,16 +81,16 @@ class KernelEmitter(KernelFacts):
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # first, because it may hoist statements into self.row
+        lines = section.taken()  # called before self.row.taken(), because it may hoist statements into self.row
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> EmittedKernel:
-        """One call per lane, made by one thread or by all threads of a block together."""
+        """Emits one call per lane (1-D slice along an axis), executed by one thread or by all threads of a block."""
         (op,) = self.ops
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
         kind = self.types[op.tensors[0]].dtype
-        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned, so that integers wrap around
+        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned integers wrap around
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
@@ -101,7 +101,7 @@ class KernelEmitter(KernelFacts):
         return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(place))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> EmittedKernel:
-        """The loop nests over the reduced dims, and the results that have only the kept dims."""
+        """Emits the loop nests over the reduced dims, and stores of the results that have only kept dims."""
         walks = self.ir.walks
         nests = [self.nest(walk, is_last=walk is walks[-1]) for walk in walks if walk.reductions]
         inside = self.section()
@@ -113,13 +113,14 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Statements of the innermost loop. If each vector element has its own accumulator, nothing is outside that loop."""
+        """Makes the section for the innermost loop. If each vector element has its own accumulator, no statement is hoisted out of that
+        loop."""
         return (
             Section(self, width=self.ir.width, around=Section(self)) if self.ir.has_wide_totals else Section(self, self.row, self.ir.width)
         )
 
     def nest(self, walk: Walk, is_last: bool) -> Nest:
-        """C++ of a loop nest that accumulates reductions and stores results."""
+        """Returns the C++ of a loop nest that accumulates reductions and stores results."""
         section = self.section()
         starts, after = [], []
         for op in walk.reductions:
@@ -132,7 +133,7 @@ class KernelEmitter(KernelFacts):
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # identity element of the dtype, even if the accumulator is wider
+            first = first.replace("64", str(8 * kind.itemsize))  # identity element of the dtype: the accumulator may be wider
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

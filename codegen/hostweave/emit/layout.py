@@ -1,7 +1,7 @@
-"""Layout of generated C++ as clang-format would do it, and access to the Jinja templates.
+"""Formats generated C++ in the style of clang-format, and gives access to the Jinja templates.
 
-Templates write one statement per line. This module indents by braces, breaks long lines at commas or after `=`, and aligns
-trailing comments.
+Templates have one statement per line. This module indents lines by braces, breaks long lines at commas or after `=`, and aligns trailing
+comments.
 """
 
 import re
@@ -19,10 +19,10 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """Formats C++ text that has one statement per line: indents it and breaks long lines."""
+    """Formats C++ that has one statement per line: indents it and breaks long lines."""
     lines: list[str] = []
-    indents = [""]  # indents of the enclosing blocks
-    function = 0  # first line of the current function
+    indents = [""]  # indentation of each enclosing block
+    function = 0  # index of the first line of the current function
     for line in map(str.strip, text.splitlines()):
         is_code = bool(line) and not line.startswith(("//", "#"))
         if is_code and line.startswith("}") and len(indents) > 1:
@@ -44,7 +44,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """Puts a function with at most one statement on one line. Returns an empty list if the line is too long."""
+    """Writes a function with at most one statement on a single line. Returns an empty list if that line would be too long."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
@@ -55,7 +55,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Patterns of (head, rest on a separate line), with the steps of indentation: bodies of conditions, kernels, initialisers.
+# Statements that break after a head: pattern of (head, rest), and the indentation steps of the rest. For conditions, kernels, initialisers.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -64,7 +64,7 @@ _HEADS = (
 
 
 def _broken(line: str, indent: str) -> list[str]:
-    """Breaks one statement into as many lines as it needs."""
+    """Breaks one statement into as many lines as needed."""
     if len(indent + line) <= COLUMNS:
         return [indent + line]
     if line.startswith("//"):
@@ -74,7 +74,7 @@ def _broken(line: str, indent: str) -> list[str]:
     for head, steps in _HEADS:
         if parts := re.fullmatch(head, line):
             return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # ignore brackets and commas in strings
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # mask string literals
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
         first, *rest = _pieces(line, bare, depths, 0)
@@ -88,7 +88,7 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[1]} {choice[2]}", " " * len(f"{indent}{choice[1]} ") + choice[3]]
     if not outer:
         return [indent + line]
-    # Break inside a call that is itself the sole argument: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
+    # Break inside a call that is the only argument of another: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
@@ -111,12 +111,12 @@ def _filled(line: str, words: list[str], margin: str) -> list[str]:
 
 
 def _end(depths: list[int], start: int) -> int:
-    """Index of the bracket that closes the innermost one open at `start`."""
+    """Index of the bracket that closes the innermost bracket open at `start`."""
     return next((i for i in range(start, len(depths) - 1) if depths[i + 1] < depths[start]), len(depths) - 1)
 
 
 def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
-    """Arguments from `start` on with their commas. The last piece contains the rest of the line."""
+    """Splits a line into its arguments from `start` on, with their commas. The last piece includes the rest of the line."""
     cuts = [i + 1 for i in range(start, _end(depths, start)) if bare[i] == "," and depths[i] == depths[start]]
     return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 
@@ -125,8 +125,8 @@ def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
 
 
 def _with_aligned_comments(lines: list[str]) -> list[str]:
-    """Aligns trailing comments of adjacent lines, as long as all fit in the line width."""
-    runs: list[list[tuple[str, str]]] = []  # (code, comment) of adjacent lines
+    """Aligns the trailing comments of adjacent lines, as long as all lines stay within COLUMNS."""
+    runs: list[list[tuple[str, str]]] = []  # (code, comment) of each line, in runs of adjacent lines
     for line in lines:
         code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
         run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
@@ -142,17 +142,17 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
 # One template per C++ file, and one macro per instruction.
 
 
-COMMON = "common"  # file with the macros that do not depend on a transport
+COMMON = "common"  # file of the macros that do not depend on a transport
 
 
 def rendered(path: str, **values: object) -> str:
-    """Renders one file from its template. C++ files are formatted."""
+    """Renders a file from its template. C++ is also formatted."""
     text = _environment().get_template(f"{path}.j2").render(values)
     return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    """C++ of an instruction, by the template macro of that name."""
+    """Renders the C++ of an instruction with the template macro of that name."""
     return _macros(file)[macro](**values)
 
 

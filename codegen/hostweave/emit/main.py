@@ -1,4 +1,4 @@
-"""Contents of main.cpp in an exported project."""
+"""Content of main.cpp, the program in an exported project that runs, checks and times the library."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,34 +20,34 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 from hostweave.types.zigzag import Zigzag
 
-SIZE = 64  # default of a symbolic dim, rounded up to the multiple that the program needs
+SIZE = 64  # default of a symbolic size; it is rounded up to the divisor that the program needs
 RANK, INDEX = "r", "i"
-# Names that CMake, the runtime or a build folder already use.
+# Names that CMake, the runtime or the build folder already use.
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
 """
 
 
 class RankChannel:
-    """C++ of rank r's position in a channel. Ranks with the same color form a process group, ordered by `rank_in_group`."""
+    """C++ for the process group of rank r in a channel. Ranks with equal `color` form a group, in the order of `rank_in_group`."""
 
     def __init__(self, of: context.ChannelMember, program: Mesh):
         mesh, axes = of.ir.mesh, of.ir.axes
         others = tuple(name for name, _ in mesh.axes if name not in axes)
         self.of, self.color, self.rank_in_group = of, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK)
-        self.on = _condition(mesh, program)  # condition that rank r is in its mesh
+        self.on = _condition(mesh, program)  # C++ condition: rank r is in the channel's mesh
 
 
 @dataclass(frozen=True)
 class SampleTensor:
-    label: str  # C++ for the user's name
+    label: str  # C++ of the user's name
     field: str
     cpp: str
     dtype: str
     dims: str
     number: int  # index among the inputs
-    twin: str  # first rank that holds the same shard
-    on: str  # condition that rank r holds it
+    twin: str  # C++ of the first rank that has the same shard
+    on: str  # C++ condition: rank r has a shard
 
     @property
     def initializer(self) -> str:
@@ -55,12 +55,12 @@ class SampleTensor:
 
 
 class TensorsInTurn:
-    """Array of structs that hold the tensors of groups."""
+    """An array of structs that hold the tensors of parameter groups."""
 
     def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
         fields = CppNames()
         sides: dict[str, list[SampleTensor]] = {"in": [], "out": []}
-        self.members_of: dict[str, list[SampleTensor]] = {}  # members of an array, keyed by its first name
+        self.members_of: dict[str, list[SampleTensor]] = {}  # fields of an array's struct, by side ("in" or "out") and name of the array
         for each in arrays:
             labelled = [(tensors[name], each.label(name, INDEX)) for name in each.groups]
             own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
@@ -75,8 +75,7 @@ class TensorsInTurn:
 class Reference:
     """Reference for the results: the same computation on one device, emitted as a separate program.
 
-    The tolerance follows from the coarsest of `dtypes` and of the matmul precisions, because both programs round in different
-    orders.
+    The two programs round in different orders. The tolerance therefore follows from the coarsest of `dtypes` and of the matmul precisions.
     """
 
     def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
@@ -89,7 +88,7 @@ class Reference:
 
 
 class Main:
-    """Contents of main.cpp, with a reference program or the reason why there is none."""
+    """Content of main.cpp. `reference` is the reference program, or the reason why there is none."""
 
     def __init__(self, view: ProgramSources, reference: Reference | str):
         program, mesh = view.ir, view.mesh
@@ -100,14 +99,14 @@ class Main:
         tensors = {x.parameter: _tensor(*numbered[x.name], x, mesh, integers) for x in (*view.inputs, *view.outputs)}
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
-        # Programs, keyed by folder.
+        # All programs of the project, by folder.
         self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
-        # The user's name, the C++ name, and the default value.
+        # (the user's name, the C++ name, the default value) of each symbolic size.
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
         of_word = groupby(sorted(view.structs, key=_kind), key=_kind)
         self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_word)
-        # Inputs and outputs that are not in arrays.
+        # Inputs and outputs that are not in an array of structs.
         self.inputs = tuple(tensors[x.parameter] for x in view.inputs if x.parameter not in view.context.struct_of)
         self.outputs = tuple(tensors[y.parameter] for y in view.outputs if y.parameter not in view.context.struct_of)
 
@@ -117,7 +116,7 @@ class Main:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Command-line settings: name and address of each value."""
+        """Command-line settings, as C++ pairs of a name and the address of its value."""
         sizes = (f'{{"{label}", &shared.sizes.{name}}}' for label, name, _ in self.sizes)
         return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
@@ -127,7 +126,7 @@ class Main:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Files with kernels, compiled as CUDA or as C++."""
+        """Files with kernels. They are compiled as CUDA or as C++, depending on the target."""
         return tuple(f"{folder}kernels.cu" for folder, program in self.programs.items() if program.kernel_names)
 
     @property
@@ -152,12 +151,12 @@ def _tensor(number: int, parameter: Parameter, argument: CheckedArgument, mesh: 
 
 
 def _kind(structs: Structs) -> tuple[str, int]:
-    """Sort key: their types and number."""
+    """Key that groups arrays of structs: arrays of inputs and outputs with the same field name and length share one struct."""
     return structs.field, structs.count
 
 
 def executable_of(program: str) -> str:
-    """Name of the program's executable."""
+    """Name of the program's executable. It differs from the name of a CMake target."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
@@ -167,7 +166,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(parameter: Parameter, program: Mesh) -> str:
-    """First rank that holds the same shard of an output, computed at run time. Rank r itself, if no formula computes the holder."""
+    """C++ of the first rank with the same shard of an output. It is rank r itself if no formula gives the first one."""
     mesh = parameter.type.mesh_in(program)
     if not parameter.type.axes:
         return str(mesh.all_ranks[0])

@@ -1,4 +1,4 @@
-"""C++ of meshes: membership of a rank, its coordinates, and local sizes. Ranks are row-major."""
+"""C++ for meshes: membership of a rank, coordinates, and local sizes. Ranks are in row-major order."""
 
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +15,7 @@ RANK = "rank_.index()"
 
 
 def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
-    """C++ condition that a rank is in a mesh."""
+    """Returns the C++ condition that a rank is in a mesh."""
     first, end = min(mesh.all_ranks), max(mesh.all_ranks) + 1
     if end - first != mesh.size:
         return f"{_index_in(mesh, rank)} >= 0"
@@ -26,7 +26,7 @@ def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
 
 
 def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
-    """C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
+    """Returns the C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
     at = [name for name, _ in mesh.axes].index(axis)
     inner = prod(size for _, size in mesh.axes[at + 1 :])
     further = (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
@@ -34,7 +34,7 @@ def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
-    """C++ of a rank's number in its process group, the ranks that differ along these axes."""
+    """Returns the C++ of a rank's index in its process group, which consists of the ranks that differ along the given axes."""
     if axes == tuple(name for name, _ in mesh.axes):
         return index(mesh, rank)
     text = ""
@@ -46,7 +46,7 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
 
 
 def index(mesh: Mesh, rank: str = RANK) -> str:
-    """C++ of a rank's number in a mesh."""
+    """Returns the C++ of a rank's index in a mesh."""
     if not mesh.is_run:
         return _index_in(mesh, rank)
     first = mesh.all_ranks[0]
@@ -66,14 +66,14 @@ def _factor(text: str) -> str:
 
 @dataclass(frozen=True)
 class Local:
-    """An integer constant of a function: the largest local size of a dim, this rank's local size, or a coordinate."""
+    """An integer constant that a generated function declares: a local size, an upper bound of local sizes, or a coordinate."""
 
     name: str
     value: str
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """Sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program, in order of appearance."""
+    """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` that a program uses, in order of first use."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
@@ -84,7 +84,8 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
 
 
 def part_name(part: Share) -> str:
-    """Name of a local size: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3`; for an int `block_8_of_10` or `x_of_10`."""
+    """C++ name of a local size: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3`. If M is the integer 10: `block_8_of_10` or
+    `x_of_10`."""
     on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
     first = ("first",) if isinstance(part, FirstIndex) else ()
     along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*first, *part.axes, *on))
@@ -92,7 +93,7 @@ def part_name(part: Share) -> str:
 
 
 def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
-    """Local size with its C++, such as `hw::local_size(M, 8, rank_.index())`."""
+    """Returns the name of a local size and its C++, such as `hw::local_size(M, 8, rank_.index())`."""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))

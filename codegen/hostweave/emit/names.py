@@ -12,14 +12,14 @@ operator or or_eq private protected public register reinterpret_cast requires re
 static_cast struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
 volatile wchar_t while xor xor_eq
 """
-# Names that templates and emitters declare, or call without a qualifier.
+# Names that templates and emitters declare, or that they call without a qualifier.
 _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes shapes memory guard range check compute
 prepare take_over run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample Tensors Findings user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the included headers, functions of CUDA, and numbered names of the templates: patterns first, then single names.
+# Macros of the included headers, functions of CUDA, and numbered names of the templates: patterns here, single names below.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
@@ -43,14 +43,15 @@ _RESERVED = frozenset((*f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split(), *filter(
 
 
 def is_reserved(name: str) -> bool:
-    """Returns True if a name has another meaning in generated C++ or in the headers that it includes."""
+    """True if a name has another meaning in generated C++ or in a header that it includes."""
     return name in _RESERVED or _MACROS.fullmatch(name) is not None
 
 
 class CppNames:
-    """C++ names of one scope. Equal names give equal C++ names, and different names give different ones.
+    """C++ names of one scope. Equal names get equal C++ names, and different names get different C++ names.
 
-    A name that is reserved or taken gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, for members `_`.
+    A name that is reserved or taken gets the first free numeric suffix: `int` becomes `int_1`. `suffix` is appended to every name; members
+    have `_`.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
@@ -63,8 +64,9 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name of `name`, different from all names in `apart`. Equal names of different kinds get different C++ names. Pass a kind if
-        the name is composed, such as `M_x`, and could be another value's name.
+        """C++ name for `name`. It differs from all names in `apart`. Equal names of different kinds get different C++ names. Pass a kind if
+        the
+        name is composed, such as `M_x`, because another value could have the same name.
         """
         if (kind, name) not in self._given:
             free = self._free(name, apart)

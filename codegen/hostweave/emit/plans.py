@@ -1,4 +1,4 @@
-"""Constructor and prepare arguments of matmul and attention plans, and the names of matmul plans."""
+"""Constructor and prepare arguments of matmul and attention plans, and names of matmul plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +21,7 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes: cuBLASLt's epilogue, and compute type or scale modes."""
+    """Constructor arguments of a matmul plan after the dtypes: the cuBLASLt epilogue, then the compute type or the scale modes."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -32,7 +32,7 @@ def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
 
 
 def _scales(types: Sequence[BufferType]) -> Iterator[str]:
-    """cuBLASLt's scale modes of a [M, K] and of b [K, N]."""
+    """Yields the cuBLASLt scale modes of the operands a [M, K] and b [K, N]."""
     a, b, _, *scales = types
     kind = scaling(a.shape, b.shape, scales[0].shape, scales[1].shape)
     for type, scale, outer in ((a, scales[0], 0), (b, scales[1], 1)):
@@ -41,18 +41,18 @@ def _scales(types: Sequence[BufferType]) -> Iterator[str]:
 
 
 class Products:
-    """Results of a program's matmuls, grouped by plan: matmuls share a plan if they differ only in names."""
+    """Results of a program's matmuls, grouped by plan. Matmuls share a plan if they differ only in the names of their buffers."""
 
     def __init__(self, program: ir.HostProgram):
-        self._results: dict[object, dict[str, str]] = {}  # by matmul signature: right operand -> result
+        self._results: dict[object, dict[str, str]] = {}  # plan signature -> {right operand: result}
         for uses in map(def_use, bodies(program)):
             for i in (place.instruction for place in uses.places):
                 if isinstance(i, ir.Matmul):
                     results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
-                    results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # the last one, if a condition chooses
+                    results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # the last one, if a condition selects a buffer
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
-        """Name of a plan after the results that it computes: `g_and_u`, or `q_and_2_others`."""
+        """Name of a plan, composed of the results that it computes: `g_and_u`, or `q_and_2_others`."""
         first, *others = self._results[_alike(i, types)].values()
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
 
@@ -69,7 +69,7 @@ OptionalOperands = Sequence[tuple[str, str]]  # (role, name) of optional operand
 
 
 def attention_made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
-    """Constructor arguments of an attention plan, which hold for every size: dtype, pattern and number of concurrent streams."""
+    """Constructor arguments of an attention plan, valid for every size: the dtype, the pattern, and the number of concurrent streams."""
     pattern = {
         "scale": repr(i.scale) if i.scale != 1 else "",
         "causal": i.diagonal is not None,
@@ -90,7 +90,7 @@ def attention_made_with(i: EitherAttention, type: BufferType, blind: str, stream
 def attention_prepared_with(
     i: EitherAttention, operands: OperandNames, beside: OptionalOperands, type_of: Callable[[str], BufferType], integers: CppExprPrinter
 ) -> OperandNames:
-    """Prepare arguments of an attention plan: operand shapes, the diagonal, and the layouts of optional operands."""
+    """Arguments of an attention plan's `prepare`: operand shapes, the diagonal, and the layouts of optional operands."""
 
     def view(name: str) -> str:
         return f"hw::Strided{integers.strided(type_of(name)).removeprefix('hw::Strided')}"

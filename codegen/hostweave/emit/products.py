@@ -1,4 +1,4 @@
-"""Kernels for matmuls with few rows (hw::few_rows), strided copies and fills."""
+"""Emits kernels for matmuls with few rows (hw::few_rows), and for strided copies and fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ def multiplies(kernel: ir.Kernel) -> bool:
 
 
 class _EachElement(LoopPrinter):
-    """Loop over the elements that hw::few_rows passes to its epilogue, one at a time."""
+    """The loop of an epilogue: hw::few_rows calls the epilogue once per element."""
 
-    head = ""  # begin of the call of hw::few_rows
+    head = ""  # start of the call of hw::few_rows
     grid = ""
     bounds = "hw::kProductThreads, 2"
     multiplies = True
@@ -35,7 +35,7 @@ class _EachElement(LoopPrinter):
 
 
 class ProductEmitter(KernelEmitter):
-    """Writes a kernel that begins with matmuls of few rows. Their results are local variables of its epilogue."""
+    """Emits a kernel that begins with matmuls of few rows. The results of the matmuls are local variables of the kernel's epilogue."""
 
     printer = _EachElement
     loops: _EachElement
@@ -88,12 +88,12 @@ class ProductEmitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-# Copies and fills that no op of the fusion made: row by row if possible, else by a kernel.
+# Copies and fills that lowering inserts. A copy is row by row if its strides allow that. Otherwise it is a kernel.
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Copy of rows of contiguous elements. The starts of adjacent rows are `pitch` elements apart."""
+    """A copy of rows. The elements of a row are contiguous. Adjacent rows begin `src_pitch` and `dst_pitch` elements apart."""
 
     rows: Size
     elements: Size
@@ -102,7 +102,7 @@ class Rows:
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """Row-wise form of a copy, or None if the strides do not allow one."""
+    """Describes a copy as a copy of rows. Returns None if the strides do not allow that."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([LoopDim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
@@ -113,11 +113,11 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """Kernel that copies between strided views of this shape."""
+    """Kernel that copies one strided view of the given shape to another."""
     type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
 def fill_kernel(name: str, buffer: BufferType, value: int | float) -> ir.Kernel:
-    """Kernel that sets every element of a view to a value."""
+    """Kernel that sets every element of a view to the same value."""
     return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

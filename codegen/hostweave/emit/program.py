@@ -1,4 +1,4 @@
-"""A host program as the templates see it: the members of its class and the bodies of its functions."""
+"""A host program in the form that the templates need: the members of its C++ class, and the bodies of its functions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from hostweave.types.size import Atom
 
 
 class EmittedFunction:
-    """A function of the host program, as a member function that enqueues its work."""
+    """A function of the host program, emitted as a C++ member function that enqueues the function's work."""
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
@@ -32,7 +32,7 @@ class EmittedFunction:
         self.name = context.functions[function.name]
         with integers.noting() as used:
             self.body = emitter.body(function.body)
-        self.plan = context.memory_of[function.name]  # member function that plans its memory
+        self.plan = context.memory_of[function.name]  # C++ member function that plans the function's memory
         with integers.noting() as used_by_memory:
             self.memory = arena_plan(emitter.steps, context)
 
@@ -44,13 +44,13 @@ class EmittedFunction:
             return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
         self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
-        self.members = tuple(  # pointers to the members of its structs
+        self.members = tuple(  # declarations of pointers to the struct members that the body uses
             lay_out("argument", place=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
             for each in passed
             for at, group in each.members.items()
             if parameters[at].name in emitter.used
         )
-        # All sizes of the program, or none if the body uses none.
+        # The C++ function takes either all sizes of the program or none.
         sizes = tuple(name for size, name in integers.sizes.items() if size not in integers.depths)
         self.sizes, self.memory_sizes = (sizes if names & {*sizes} else () for names in (used, used_by_memory))
         self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.steps)
@@ -59,7 +59,7 @@ class EmittedFunction:
 
 @dataclass(frozen=True)
 class Text:
-    """C++ source of a user kernel with its position. Includes are separate, because they belong before the namespace."""
+    """C++ source of a user kernel, and its position in the user's file. Includes are kept apart, because they precede the namespace."""
 
     includes: tuple[str, ...]
     lines: tuple[str, ...]
@@ -68,7 +68,7 @@ class Text:
 
 
 class UserFunction:
-    """A user kernel, and its replacement on the CPU target."""
+    """A user kernel, with the source that replaces it on the CPU target."""
 
     def __init__(self, source: UserKernel):
         assert source.signature is not None
@@ -78,10 +78,10 @@ class UserFunction:
 
 
 class ProgramSources:
-    """Contents of the generated sources. Raises ProgramError for an op that cannot be written in C++."""
+    """Contents of the generated source files. Raises ProgramError for an op that has no C++."""
 
     def __init__(self, program: ir.HostProgram, machine: Machine = H200):
-        """Emits all bodies. Kernels are scheduled for `machine`."""
+        """Emits all bodies of the program. Kernels are scheduled for `machine`."""
         names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.given_sizes()}
@@ -98,9 +98,9 @@ class ProgramSources:
         self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, {*sizes, *depths}) for p in program.outputs)
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
-        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in the memory of donated inputs
+        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs determine the others
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs that bind a name also compute its local sizes
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -108,10 +108,10 @@ class ProgramSources:
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
         told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
-        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # plan of the arena in prepare
+        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # C++ in `prepare` that plans the arena
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
-        self.requirements = tuple(requirements_of(flat, integers))  # checks of sizes after all are bound
+        self.requirements = tuple(requirements_of(flat, integers))  # checks of sizes, made after all sizes are bound
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
@@ -134,11 +134,11 @@ class ProgramSources:
         return self.context.structs
 
     def fields(self, arguments: Iterable[CheckedArgument]) -> Iterable[CheckedArgument | Structs]:
-        """Fields of the struct of inputs or outputs: arguments, and arrays of structs."""
+        """Fields of the C++ struct of inputs or outputs: single tensors, and arrays of structs."""
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
     def members(self, structs: Structs) -> Iterable[CheckedArgument]:
-        """Members of an array's struct, as the arguments of its first element."""
+        """Members of the struct of an array. Each is described by the argument of the array's first element."""
         return (x for x in (*self.inputs, *self.outputs) if x.parameter in structs.groups)
 
     @property
@@ -148,13 +148,13 @@ class ProgramSources:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Generated files of the program, with kernel files only if there are kernels."""
+        """Generated files of the program. Kernel files are included only if there are kernels."""
         kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
         return ("program.h", "program.cpp", *kernels, *own)
 
     @property
     def texts(self) -> Iterable[UserFunction]:
-        """User kernels without duplicates of the same text: one source text may define several functions."""
+        """User kernels without repeated source texts. One source text may define several functions."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
@@ -163,22 +163,22 @@ class ProgramSources:
 
     @property
     def window_channels(self) -> list[str]:
-        """Members of the channels whose transport accesses memory of other ranks."""
+        """Members of the channels whose transport accesses the memory of other ranks."""
         return [channel.member for channel in self.channels if channel.ir.transport.registers_arena]
 
     @property
     def prepares_together(self) -> bool:
-        """True if `prepare` is collective, because ranks exchange addresses in it."""
+        """True if `prepare` is collective: ranks exchange addresses in it."""
         return bool(self.window_channels or self.context.exchanges)
 
     @property
     def arena(self) -> str:
-        """Class of the arena that holds the temporaries."""
+        """C++ class of the arena that holds the temporaries."""
         return "WindowArena" if self.window_channels else "Arena"
 
     @property
     def own(self) -> list[tuple[str, str, str, str]]:
-        """Members of the class in order of construction: type, name, constructor arguments (if any), comment."""
+        """Members of the C++ class in order of construction: type, name, constructor arguments (may be empty), comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "peers access this memory"
         flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
@@ -194,7 +194,7 @@ class ProgramSources:
 
 
 def _lookup(channel: ChannelMember) -> str:
-    """Initialiser of a channel member."""
+    """C++ expression that initialises a channel member."""
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 
@@ -204,7 +204,7 @@ def _ranks_of(channel: ChannelMember) -> str:
 
 
 def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
-    """Coordinates of this rank that a body names, each computed once."""
+    """Coordinates of this rank that a body uses. Each becomes a constant at the start of the function."""
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used
     )
@@ -236,7 +236,8 @@ def _function_of(source: UserKernel) -> str:
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
-    """Source of a user kernel. Include lines move to `includes` and leave blank lines, which keeps line numbers."""
+    """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so that line numbers stay the
+    same."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)

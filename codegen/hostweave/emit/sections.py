@@ -1,4 +1,4 @@
-"""Statements of a kernel: loads, computation and stores of one scope, and the C++ of one element."""
+"""Statements of a kernel: loads, computations and stores of one scope, and the C++ of single elements."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 
 class Section:
-    """Statements of one scope. A value is computed at its first use, outside the loops if possible.
+    """Statements of one scope. A value is computed at its first use, and outside the loops if it does not depend on them.
 
-    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and stores. The statements of
-    `around` come before that loop in the same scope.
+    With vectorised access, the statements are in a loop over the elements of a vector. Vector loads precede that loop and vector stores
+    follow it. The statements of `around` precede the loop in the same scope.
     """
 
     def __init__(self, kernel: KernelFacts, outer: Section | None = None, width: int = 1, around: Section | None = None):
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
-        self.texts: dict[str, str] = {}  # C++ by value
+        self.texts: dict[str, str] = {}  # value -> its C++
         self.loads: dict[str, str] = {}  # input -> local variable with its vector
-        self.own = ""  # held value that this section computes
-        # Statements in order: vector loads, statements per element, vector stores.
+        self.own = ""  # value whose row in registers this section computes
+        # Statements in the order of emission: vector loads, statements per element, additions, vector stores.
         self.begin: list[str] = []
         self.lines: list[str] = []
-        self.adds: list[str] = []  # additions to accumulators and to stored vectors
+        self.adds: list[str] = []  # updates of accumulators and of vectors that are stored later
         self.stores: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
-        """Returns the statements since the last call."""
+        """Returns the statements that were added since the last call."""
         before = self.around.taken() if self.around else ()
         lines, self.lines = [*self.lines, *self.adds], []
         stores, self.adds = self.taken_stores(), []
@@ -50,13 +50,14 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Adds an element to an accumulator. Signed integers that must wrap around use the functor instead of the C++ operator."""
+        """Combines an element with an accumulator. Signed integers that must wrap around use the functor, because signed overflow is
+        undefined."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
-        """Stores results at the end of the section. All loads precede the first store, because a result may overlap an input."""
-        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # the returned value comes last
+        """Stores results at the end of the section. All loads precede the first store, because a result may alias an input."""
+        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)  # a result that the lambda returns comes last
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
@@ -74,7 +75,7 @@ class Section:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
     def row(self, name: str) -> str:
-        """Row of a computed value that threads hold. It is computed where it is first needed, outside the loops."""
+        """Local variable with a row of a computed value in registers. The row is computed at its first use, outside the loops."""
         kernel, chunk = self.kernel, self.kernel.loops.names[self.kernel.ir.along]
         assert self.outer is not None
         if name not in kernel.rows:
@@ -85,13 +86,13 @@ class Section:
         return kernel.rows[name]
 
     def computed_row(self, name: str) -> tuple[str, ...]:
-        """Statements that compute and return a vector of a row."""
+        """Statements of a lambda that computes and returns one vector of a row."""
         self.own = name
         self.give_back(name, compute_type(self.kernel.types[name].dtype), self.value(name))
         return self.taken()
 
     def give_back(self, name: str, element: str, value: str) -> None:
-        """Returns a vector of elements at the end of the section."""
+        """Makes the enclosing lambda return a vector of elements at the end of the section."""
         if not self.is_wide:
             self.stores.append(f"return hw::Values<{element}, 1>{{{value}}};")
             return
@@ -101,15 +102,15 @@ class Section:
         self.stores.append(f"return {local};")
 
     def chunk(self, name: str) -> str:
-        """Local variable for a vector of a value."""
+        """Name of the local variable that holds a vector of a value."""
         return self.kernel.names.of(f"{name}_{self.kernel.loops.names[self.kernel.ir.along]}", f"chunk of {name}")
 
     def is_held(self, name: str) -> bool:
-        """True if this section reads a computed value from a row that threads hold."""
+        """True if this section reads a computed value from a row in registers."""
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update at the indices that its operands give, if this rank holds that row."""
+        """Stores an element of an update at the indices that the op's operands contain, if this rank has that row."""
         _, update, *places = op.tensors
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -130,11 +131,11 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False) -> str:
-        """C++ of a value in its compute type: a local variable, or the expression itself if it is used once."""
+        """C++ of a value in its compute type: a local variable, or the expression itself if it is used only once."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            path = [(name, self.operands(name))]  # iterative: chains of ops may exceed Python's recursion limit
+            path = [(name, self.operands(name))]  # iterative, because a chain of ops may exceed Python's recursion limit
             while path:
                 at, rest = path[-1]
                 if below := next((operand for operand in rest if operand not in self.texts), None):
@@ -151,24 +152,24 @@ class Section:
         return self.texts[name]
 
     def operands(self, name: str) -> Iterator[str]:
-        """Operands of a value, if all are in this scope and the value is an expression of them."""
+        """Operands of a value that this scope has to compute first. There are none if the value is not an expression of its operands."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED and not self.is_held(name):
-            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` reads the rows, and `moved_element` the operand
+            tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` and `moved_element` read the others
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
     def is_local(self, result: str) -> bool:
-        """True if a local variable holds the result, because other ops of the kernel use it."""
+        """True if a result is in a local variable, because other ops of the kernel also use it."""
         return bool(self.kernel.uses[result]) and isinstance(self.value(result), Word)
 
     def read(self, result: str, text: str) -> str:
-        """Declares a local variable with an element that is to be stored."""
+        """Declares a local variable with an element that is stored later."""
         local = self.local(result)
         self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
         return local
 
     def element(self, name: str) -> str:
-        """C++ of an input's element, from memory or from a loaded vector."""
+        """C++ of an input's element, read from memory or from a vector that was loaded before."""
         loops, pointer = self.kernel.loops, self.kernel.pointers[name]
         if not self.is_wide or name not in self.kernel.ir.packed:
             text = f"{pointer}[{loops.offset(name)}]"
@@ -178,7 +179,7 @@ class Section:
         return f"{self.loads[name]}[{loops.lane}]"
 
     def load(self, name: str) -> str:
-        """Loads a vector of an input, unless the thread holds that row in registers."""
+        """Loads a vector of an input. A row that the thread has in registers is not loaded again."""
         kernel, local = self.kernel, self.kernel.elements(name)
         if name in kernel.ir.held:
             return f"{local}[{kernel.loops.names[kernel.ir.along]}]"
@@ -188,7 +189,7 @@ class Section:
         return local
 
     def local(self, name: str) -> str:
-        """Name of a local variable: `h`; `x_ij` for an input or result; `x_e` for an element of a vector."""
+        """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector."""
         if name not in self.kernel.pointers and name not in self.kernel.results:
             return self.kernel.names.of(name, "local")
         place = name if name in self.kernel.pointers else stored(name)
@@ -197,7 +198,7 @@ class Section:
         return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
-        """C++ of a value, and True if the text is short enough to be nested in another expression."""
+        """C++ of a value, and True if the C++ is short enough to be nested in another expression."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
             element = self.element(name)
@@ -210,13 +211,13 @@ class Section:
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
-        if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
+        if _is_small_float(dtype):  # 8-bit and 16-bit floats are f32 in registers; only an explicit cast rounds them
             text = text if compute_type(computed) == "float" else f"float({text})"
             return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
-        """C++ of one element of a result, in its storage type or in f32 if the store rounds it."""
+        """C++ of one element of a result, in its storage type, or in f32 if the store rounds it."""
         dtype = op.result.type.dtype
         stored_as = f32 if self.is_rounded_by_store(op.result.name) else dtype
         if self.kernel.uses[op.result.name]:
@@ -227,27 +228,27 @@ class Section:
         return _converted(text, computed, stored_as)
 
     def is_moved(self, op: Op) -> bool:
-        """True if an op only moves an element of an input."""
+        """True if an op only moves an element of an input, without computing."""
         return (self.is_same(op) and op.tensors[0] in self.kernel.pointers) or gathers_in_order(op)
 
     def is_rounded_by_store(self, result: str) -> bool:
-        """True if a result is stored by vectors of 8-bit floats, which round pairs of numbers at once."""
+        """True if a result is stored in vectors of 8-bit floats. Such a store rounds two floats in one instruction."""
         dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
         is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:
-        """Returns True if an op passes its operand's element through: it only moves elements, or reduces a dim of size 1."""
+        """True if an op returns its operand's element unchanged: the op only moves elements, or reduces a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        if op.kind == "all_reduce":  # the operand is hw::Terms, not a pointer
+        if op.kind == "all_reduce":  # reading an element of hw::Terms already gives the sum
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
         return self.kernel.template(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
-        """C++ of an op, and its dtype before conversion to the dtype of the result."""
+        """C++ of an op, and the dtype of that C++ before its conversion to the dtype of the result."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
@@ -279,7 +280,8 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op) -> str:
-        """C++ of an element of a concat or pad. Only the operand that has the element is computed, or all elements of the vector."""
+        """C++ of an element of a concat or pad. Branches compute only the operand that has the element. A vector never spans two
+        operands."""
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
@@ -289,7 +291,7 @@ class Section:
                 branches.append((" && ".join(conditions), one, one.value(name)))
         if VALUE in OPS[op.kind].attributes:
             branches.append(("", Section(kernel, self.outer, width), _literal(op[VALUE], dtype)))
-        else:  # each operand begins where the previous one ends, and the last one has the rest
+        else:  # upper bounds suffice: each operand begins where the previous one ends
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
             branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
         if not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
@@ -304,7 +306,8 @@ class Section:
         return f"{local}[{kernel.loops.lane}]" if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
-        """Local variable with the last operand of an op in its prepared form."""
+        """Declares a local variable with the last operand of an op in prepared form, such as a divisor whose reciprocal is computed
+        once."""
         name = op.tensors[-1]
         if (key := f"{name} prepared") not in self.texts:
             self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
@@ -312,9 +315,9 @@ class Section:
         return self.texts[key]
 
     def place(self, op: Op) -> tuple[str, str]:
-        """Index at which an op reads its operand, and the condition that this rank holds it.
+        """Index at which a gathering op reads its operand, and the C++ condition that this rank has that index.
 
-        The condition is empty if the rank holds all rows.
+        The condition is empty if the rank has all rows.
         """
         if self.outer and not self.kernel.ir.moves_inside(op):
             return self.outer.place(op)
@@ -329,7 +332,7 @@ class Section:
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")
 
     def number_in_order(self, op: Op) -> str:
-        """Local variable with the index along the axis, which runs backwards in the second half."""
+        """Declares a local variable with the index along the axis. In the second half of a zigzag order the index runs backwards."""
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.lane_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
@@ -337,13 +340,14 @@ class Section:
         return local
 
     def taken_at(self, op: Op) -> str:
-        """C++ of a gathered element in its compute type; 0 if this rank does not hold it."""
+        """C++ of a gathered element in its compute type. The value is 0 if this rank does not have the element."""
         (element, held), dtype = self.moved_element(op), op.result.type.dtype
         element = f"float({element})" if _is_small_float(dtype) else element
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank holds it. Uses a vector load if one index serves a vector."""
+        """C++ of a gathered element, and the condition that this rank has it. If a whole vector has the same index, it is one vector
+        load."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
@@ -357,14 +361,14 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def is_total(self, op: Op) -> bool:
-        """True if the value of an op is an accumulator without conversion."""
+        """True if an op's value is its accumulator, without conversion or division."""
         combine = OPS[op.kind].combine
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
     def total(self, op: Op) -> tuple[str, DType]:
         """C++ of a reduction's result, and the dtype of its accumulator."""
         source = self.kernel.types[op.tensors[0]].dtype
-        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # a reduction over one element
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # without an accumulator, one element is reduced
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
@@ -378,7 +382,7 @@ def _literal(value: Scalar, dtype: DType) -> str:
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:
-    """Converts a value from the compute type of `computed` to the storage type of `dtype`."""
+    """Converts C++ of dtype `computed`, which is in its compute type, to the storage type of `dtype`."""
     if _is_small_float(dtype):
         return f"{dtype.cpp}({value})" if compute_type(computed) == "float" else f"{dtype.cpp}(float({value}))"
     if dtype == bool_:
@@ -389,7 +393,7 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return f"hw::to_f32({value})"
     if computed.kind == "float" and dtype.kind in ("int", "uint"):
         return f"hw::to_int<{dtype.cpp}>({value})"
-    return f"{dtype.cpp}({value})"  # C++ promotes narrower ints to int
+    return f"{dtype.cpp}({value})"  # C++ promotes narrow integers to int, so convert back
 
 
 def _is_small_float(dtype: DType) -> bool:

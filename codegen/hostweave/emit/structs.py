@@ -1,4 +1,4 @@
-"""Groups of parameters as arrays of structs: `in.layers[i].w`, and functions that take one of these structs."""
+"""Arrays of structs for parameter groups, such as `in.layers[i].w`, and functions that take one of these structs."""
 
 import re
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from hostweave.types.group import ParameterGroup
 
 @dataclass(frozen=True, eq=False)
 class Structs:
-    """Groups of inputs or outputs that are passed as one array of structs."""
+    """Parameter groups of inputs or outputs that are passed as one array of structs."""
 
-    side: str  # in, out
+    side: str  # "in" or "out"
     struct: str  # C++ type
-    field: str  # the array, a field of the program's inputs or outputs
-    groups: dict[str, ParameterGroup]  # by the name of the parameter
-    members: dict[str, str]  # C++ names
-    argument: str  # C++ name of a struct, as a parameter of a function
+    field: str  # name of the array, a field of the program's Inputs or Outputs
+    groups: dict[str, ParameterGroup]  # parameter name -> group
+    members: dict[str, str]  # parameter name -> C++ member
+    argument: str  # C++ name of the parameter if a function takes one of the structs
 
     @property
     def word(self) -> str:
-        """The word for one element: a layer."""
+        """Singular of the array's name, such as `layer` for `layers`."""
         return re.sub(r"s(_\d+)?$", r"\1", self.field)
 
     @property
@@ -34,7 +34,7 @@ class Structs:
 
     @property
     def span(self) -> str:
-        """The first and the last tensor, in words."""
+        """Range of the tensors in the array: the names of the first and the last one."""
         *_, last = self.groups.values()
         return f"{next(iter(self.groups.values())).first} to {last.last}"
 
@@ -42,18 +42,18 @@ class Structs:
         return f"{self.side}.{self.field}[{index}]"
 
     def place(self, name: str, index: str) -> str:
-        """Path of one tensor of a group."""
+        """C++ path of one tensor of a parameter group."""
         return f"{self.at(index)}.{self.members[name]}"
 
     def label(self, name: str, index: str) -> str:
-        """C++ of the user's name of one tensor of a group: `{"keys_", i, "_updated"}`."""
+        """C++ for the user's name of one tensor of a parameter group, such as `{"keys_", i, "_updated"}`."""
         before, first, after = self.groups[name].pattern
         number = f"{index} + {first}" if first else index
         return braced([f'"{before}"', number, *([f'"{after}"'] if after else [])])
 
 
 def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
-    """The arrays of structs for a program's inputs, and for its outputs."""
+    """Yields the arrays of structs of a program's inputs, then those of its outputs."""
     for side, parameters in (("in", program.inputs), ("out", program.outputs)):
         for struct, of_struct in groupby(parameters, key=lambda p: p.group.struct if p.group else None):
             groups = {p.name: p.group for p in of_struct if p.group}
@@ -68,15 +68,15 @@ def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
 
 @dataclass(frozen=True)
 class Passed:
-    """A struct that each call of a function takes, and the members that are its parameters."""
+    """A struct that every call of a function passes, and the struct's members that are parameters of the function."""
 
     structs: Structs
-    parameter: str  # name of the C++ function
-    members: dict[int, str]  # position of a parameter of the function -> name of the group
+    parameter: str  # name of the struct in the C++ function's parameter list
+    members: dict[int, str]  # position of the function's parameter -> name of the parameter group
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """The structs that all calls of a function take: the parameters of a function, taken from one element of the array."""
+    """Finds structs that a function can take instead of single tensors: every call must pass these tensors from one element of an array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

@@ -1,4 +1,4 @@
-"""Files that make a wheel of an exported program: a Python module on the program's C API, which does not need Hostweave."""
+"""Files for a Python wheel of an exported program. Its module calls the program's C API, and does not need Hostweave."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from hostweave.types.zigzag import Zigzag
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel for one target."""
+    """Settings of a wheel for one target."""
 
     target: str  # cpu or cuda
     version: str
@@ -24,7 +24,7 @@ class Wheel:
     build_requirements: tuple[str, ...]  # packages that its build needs
 
     def files(self, program: ProgramSources) -> dict[str, str]:
-        """The module, its description of the program, and the part of its library that is not generated. path -> text."""
+        """Returns the Python module, its description of the program, and the fixed part of its native library, as path -> text."""
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
         for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):
@@ -41,7 +41,7 @@ class Wheel:
 
 
 def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Iterator[str]:
-    """Names of the tensors, in the order in which the struct of the C API holds them."""
+    """Names of the tensors in the order in which they are stored in the C API's struct."""
     for x in program.fields(arguments):
         if isinstance(x, Structs):
             yield from (group.names[i] for i in range(x.count) for group in x.groups.values())
@@ -50,14 +50,14 @@ def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Ite
 
 
 def _about(program: ProgramSources, parameter: Parameter, layouts: dict[str, int]) -> list[Any]:
-    """The description of a parameter in the module: its name, type, dtype and memory, and the number of its layout."""
+    """Describes a parameter for the module: name, type, dtype, index of its layout in `layouts`, and memory space."""
     blocks = json.dumps([_blocks(program, parameter.type, rank) for rank in range(program.mesh.size)])
     layout = layouts.setdefault(blocks, len(layouts))
     return [parameter.name, str(parameter.type), parameter.type.dtype.long_name, layout, parameter.memory]
 
 
 def _blocks(program: ProgramSources, type: TensorType, rank: int) -> list[tuple[int, tuple[int, ...]]] | None:
-    """For each dim the number of pieces, and the pieces that the rank holds; None if it holds nothing."""
+    """For each dim, the number of blocks and the indices of the blocks that a rank has. None if the rank has no part of the tensor."""
     mesh = type.mesh_in(program.mesh)
     if not holds(type, program.mesh, rank):
         return None

@@ -1,4 +1,4 @@
-"""CPU target: executes CUDA, NCCL and cuBLASLt calls on threads of one process, or on processes of one host, on any machine."""
+"""CPU target: executes CUDA, NCCL and cuBLASLt calls on a CPU. Ranks are threads of one process or processes of one host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Cpu(Target):
     is_asynchronous = False
     is_simulated = True
     needs_one_host = True
-    # The CPU device defines the same symbols as the CUDA libraries, which another package may have loaded globally.
+    # The CPU device defines the same symbols as the CUDA libraries. Another package may have loaded those with global visibility.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
     wheel_requirements = ("ml_dtypes>=0.4", OPENBLAS)
@@ -38,15 +38,16 @@ class _Cpu(Target):
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """The library, which is part of the installation."""
+        """The library that is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
     def cmake_options(self) -> list[str]:
         return [f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
 
-    @cache  # noqa: B019 -- of the one object
+    @cache  # noqa: B019 -- there is only one object
     def expect_memory(self) -> None:
-        """Raises MemoryError if memory is too short for OpenBLAS, which allocates per thread and ends the process on failure."""
+        """Raises MemoryError if there is too little memory for OpenBLAS. OpenBLAS allocates per thread, and ends the process if that
+        fails."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)
@@ -64,7 +65,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """Machine whose GPUs the target emulates, so that programs are the same on both targets."""
+        """The machine whose GPUs the target emulates. Both targets thus compile equal programs."""
         return H200
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
@@ -81,7 +82,7 @@ class _Cpu(Target):
 
     def stream(self, given: Any) -> int | None:
         if given is not None:
-            raise TypeError("stream= is for the target cuda; on the CPU a call returns when it is done")
+            raise TypeError("stream= is for the target cuda; on the CPU a call returns when its work is done")
         return 0
 
 

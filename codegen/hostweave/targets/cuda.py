@@ -1,4 +1,4 @@
-"""CUDA target: NVIDIA GPUs, one per rank."""
+"""CUDA target: one NVIDIA GPU per rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Cuda(Target):
     needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024
-    wheel_requirements = ("torch",)  # importing it loads CUDA's libraries
+    wheel_requirements = ("torch",)  # import torch loads the CUDA libraries
     wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
@@ -40,7 +40,7 @@ class _Cuda(Target):
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """Libraries compiled on first use: one for all programs, and one for each optional part in `wanted`."""
+        """Libraries that are compiled on first use: one for all programs, and one for each optional part in `wanted`."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
@@ -59,7 +59,7 @@ class _Cuda(Target):
         if cuda.driver_version() is None:
             return 'no GPU can be used: this machine has no NVIDIA driver, libcuda.so.1; install it, or compile with target="cpu"'
         if not (count := len(cuda.gpus())):
-            return 'no GPU can be used: the driver offers none; is CUDA_VISIBLE_DEVICES set? Or compile with target="cpu"'
+            return 'no GPU can be used: the driver reports none; check CUDA_VISIBLE_DEVICES, or compile with target="cpu"'
         needed = f"{ranks} GPU{'s' if ranks > 1 else ''}"
         return "" if count >= ranks else f"{needed} are needed, and this machine has {count}; compile for a smaller mesh, or for the CPU"
 
@@ -105,18 +105,19 @@ TARGET = _Cuda()
 
 @cache
 def _nccl_to_build_with() -> tuple[int, ...]:
-    """Version of NCCL's header; empty without NCCL."""
+    """Version in NCCL's header. Empty if NCCL was not found."""
     header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
     return tuple(map(int, re.findall(r"\d+", _version(header))))
 
 
 def why_no_puts(ranks: int) -> str:
-    """Reason why ranks of programs built here cannot put into each other's memory; "" if they can."""
+    """Reason why a program that is built here cannot put into the memory of other ranks, or "" if it can."""
     return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, in the version to build with or in one that is loaded already; "" if neither is."""
+    """Reason why NCCL is too old for a transport, or "" if it is not. Checks the NCCL to build with and, if one is loaded, the loaded
+    NCCL."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -125,7 +126,7 @@ def why_not(transport: Transport) -> str:
 
 
 def why_no_scales(scaling: str) -> str:
-    """Reason why cuBLASLt cannot multiply 8-bit floats with such scales here; "" if it can, or if there is no GPU to ask."""
+    """Reason why cuBLASLt cannot multiply 8-bit floats with this kind of scales here. It is "" if it can, or if there is no GPU."""
     if not cuda.gpus():
         return ""
     number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())
@@ -140,7 +141,7 @@ def why_no_scales(scaling: str) -> str:
 
 
 def why_no_peers(ranks: int) -> str:
-    """Reason why ranks cannot access each other's memory; "" if they can."""
+    """Reason why ranks cannot access each other's memory, or "" if they can."""
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
     if ranks > 1 and (pair := cuda.without_access()):
@@ -149,7 +150,7 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _figures() -> str:
-    """Describes the figures that the cost model uses for the GPUs of this machine."""
+    """Text that says which constants the cost model uses for the GPUs of this machine."""
     gpus = cuda.gpus()
     try:
         measured = figures.measured(gpus)
@@ -164,7 +165,7 @@ def _figures() -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """Cached library of the runtime, compiled with these macros and linked to the libraries in `needed`."""
+    """Returns a cached library of the runtime. It is compiled with these macros and linked to the libraries in `needed`."""
     file = f"libhostweave_{name}.so"
     made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
@@ -180,7 +181,7 @@ def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Librar
 
 
 def handle_of(stream: Any) -> int:
-    """cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or an object with `__cuda_stream__`.
+    """Returns the cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or an object with `__cuda_stream__`.
 
     Raises TypeError for any other object.
     """
@@ -207,7 +208,7 @@ def _part(part: cuda.CudaPart) -> str:
 
 
 def _version(part: cuda.CudaPart) -> str:
-    """Version that a header states."""
+    """Version that a header defines, with a leading space. Empty if the header defines none."""
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
         "cublasLt.h": r"CUBLAS_VER_(MAJOR|MINOR|PATCH)",
@@ -229,7 +230,7 @@ def _gpus(major: int) -> str:
     if driver is None:
         return "no NVIDIA driver: libcuda.so.1 is not on this machine"
     if not gpus:
-        return f"the driver (for CUDA {driver}) offers none"
+        return f"the driver (for CUDA {driver}) reports none"
     names = ", ".join(f"{sum(gpu == kind for gpu in gpus)} x {kind.name} ({kind.arch})" for kind in dict.fromkeys(gpus))
     old = f"; it is older than the CUDA {major} that was found" if int(driver.split(".")[0]) < major else ""
     return f"{names}, driver for CUDA {driver}{old}"

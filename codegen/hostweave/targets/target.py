@@ -1,4 +1,4 @@
-"""Interface of targets. Each target is one file here with an object `TARGET`; callers ask that object and never compare names."""
+"""Interface of targets. Each target is a file of this folder with an object `TARGET`. Callers ask that object and never compare names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -13,7 +13,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-CPU_DEVICE = -1  # the device of an array in host memory
+CPU_DEVICE = -1  # device number of arrays in host memory
 
 NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "target")))
 
@@ -22,64 +22,64 @@ class Target(Protocol):
     """A kind of device: the toolchain that builds programs for it, and the properties of its ranks."""
 
     name: str
-    is_asynchronous: bool  # calls only enqueue, so a watchdog must detect calls that hang
-    is_simulated: bool  # times are not times of GPUs
+    is_asynchronous: bool  # calls only enqueue work, so a watchdog has to detect hangs
+    is_simulated: bool  # measured times are not times of GPUs
     needs_one_host: bool  # all ranks are on one host
     dlopen_flags: int  # additional dlopen flags for a program's module
-    demo_size: int  # size of a symbolic dim per rank in demonstrations
-    wheel_requirements: tuple[str, ...]  # packages that the wheel of a program needs in addition to NumPy
-    wheel_build_requirements: tuple[str, ...]  # packages that its build needs in addition to scikit-build-core
+    demo_size: int  # size per rank of a symbolic dim in `hostweave demo`
+    wheel_requirements: tuple[str, ...]  # packages that a program's wheel needs in addition to NumPy
+    wheel_build_requirements: tuple[str, ...]  # packages that building the wheel needs in addition to scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
+        """Raises ProgramError if this target cannot run one of the user kernels. By default it can run all."""
         return
 
     def toolchain(self) -> Toolchain:
-        """Toolchain of this target. Raises BuildError if a part is missing, with the packages to install."""
+        """Returns the toolchain of this target. Raises BuildError with the packages to install if a part is missing."""
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """Libraries that a program links to; `wanted` lists optional parts.
+        """Returns the libraries that a program links to. `wanted` lists optional parts of the runtime.
 
-        Raises BuildError if one is missing, with the packages to install.
+        Raises BuildError with the packages to install if something is missing.
         """
 
     def cmake_options(self) -> list[str]:
-        """Options of CMake with the folders of this machine, to configure an exported project. By default none are needed."""
+        """Options with paths of this machine that CMake needs to configure an exported project. By default none."""
         return []
 
     def why_not_here(self, ranks: int) -> str:
-        """Reason and remedy if `ranks` ranks cannot run in this process; "" if they can. By default they can."""
+        """Reason and remedy if this process cannot run `ranks` ranks, or "" if it can. By default it can."""
         return ""
 
     def expect_memory(self) -> None:
-        """Raises MemoryError if there is too little to load a program. By default the libraries report a missing GPU themselves."""
+        """Raises MemoryError if there is too little memory to load a program. By default nothing is checked."""
         return
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """Parts of the target that were found on this machine, as (title, text). A missing part comes with the package to install."""
+        """Yields the parts of the target that were found here, as (title, text). The text of a missing part has the package to install."""
 
     def machine(self, ranks: int) -> Machine:
-        """Figures for the cost model, for programs of `ranks` ranks here. They include peer access."""
+        """Machine for the cost model: measured constants and peer access, for programs of `ranks` ranks."""
 
     def why_not(self, transport: Transport) -> str:
-        """Reason why the library of this process cannot provide a transport; "" if it can, which is the default."""
+        """Reason why the library that this process has loaded cannot provide a transport, or "" if it can. By default it can."""
         return ""
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
-        """Device number of a rank. `wanted` is the user's choice, if any."""
+        """Chooses the device number of a rank. `wanted` is the user's choice, or None."""
 
     def device_of_arrays(self, member: Any) -> int:
-        """GPU number of a rank's arrays, or CPU_DEVICE."""
+        """Device number of a rank's arrays: that of a GPU, or CPU_DEVICE."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason if arrays on that device cannot be used. By default all can."""
+        """Raises TypeError with a reason if arrays on that device cannot be used. By default all arrays can be used."""
         return
 
     def device_name(self) -> str:
-        """Name of the devices here; measurements are stored by this name."""
+        """Name of the devices of this machine. Measurements are stored under this name."""
 
     def stream(self, given: Any) -> int | None:
-        """Native stream for the argument `stream=` of a call, or None for the current stream of the caller's library.
+        """Returns the native stream for the argument `stream=` of a call, or None for the current stream of the caller's library.
 
         Raises TypeError with a reason if the argument is not a stream.
         """
@@ -87,14 +87,14 @@ class Target(Protocol):
 
 @cache
 def find_target(name: str) -> Target:
-    """Target of that name, which must be in NAMES."""
+    """Returns the target with that name, one of NAMES."""
     with importing:
         target: Target = import_module(f"hostweave.targets.{name}").TARGET
     return target
 
 
 def runtime_sources(target: str) -> list[Path]:
-    """C++ and kernel sources of the runtime, without those whose file names end in another target's name."""
+    """C++ and kernel sources of the runtime for a target. Excludes files whose names end in the name of another target."""
     return sources_of(RUNTIME_SOURCES, target)
 
 

@@ -1,4 +1,4 @@
-"""One-sided transport: ranks put to, get from, and signal the windows of other ranks. Copy engines move the bytes."""
+"""One-sided transport: a rank puts into, gets from and signals registered windows of other ranks. Copy engines move the bytes."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

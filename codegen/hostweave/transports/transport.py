@@ -1,5 +1,5 @@
-"""Transports: the way in which a channel moves bytes. Each transport is one file here, with an object `TRANSPORT` that answers all
-questions about it."""
+"""Transports: how a channel moves bytes. Each transport is a file of this folder with an object `TRANSPORT`. Everything that depends on
+the transport asks that object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFERRED = (
     "two_sided",
     "peer",
     "one_sided",
-)  # all transports; transport="auto" takes the first transport that supports the instructions of the channel
+)  # all transports; transport="auto" uses the first one that supports the instructions on the channel
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
@@ -28,38 +28,38 @@ SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
 @dataclass(frozen=True)
 class Transport:
     name: str
-    carries: frozenset[str]  # supported communications: values of the trait `posts` of instructions
+    carries: frozenset[str]  # supported instructions, as values of their trait `posts`
     template: str  # file in templates/instructions with one macro per instruction
-    handle: str  # C++ expression of the channel's handle that calls take
-    library: str  # name of the library that communicates, for messages
-    reduced_as: Mapping[str, str] = field(compare=False)  # dtypes that it cannot reduce, each with the dtype that is reduced instead
-    posts_in_group: int  # largest number of calls in one group
-    # its kernels occupy multiprocessors until the peers arrive, so kernels of a channel run one at a time, in issue order
+    handle: str  # C++ member of the channel that calls take as their handle
+    library: str  # name of the communication library, for messages
+    reduced_as: Mapping[str, str] = field(compare=False)  # dtypes that it cannot reduce -> the dtype that is reduced instead
+    posts_in_group: int  # maximum number of calls in one group
+    # its kernels occupy multiprocessors until the peers arrive; kernels of one channel therefore run one at a time, in issue order
     holds_multiprocessors: bool
     is_rendezvous: bool  # a communication ends only after all participants have started it
-    registers_arena: bool = False  # a program's arena is registered with its channels, because ranks access each other's memory
-    graphs_apart: bool = False  # signals of CUDA graphs have separate counters: either all ranks capture a call, or none
-    has_communicator: bool = True  # an existing communicator of the application can serve as its channel
-    since: tuple[int, ...] = ()  # first version of the library that has the calls, if not all have them
-    # other reductions gather the terms and reduce them in a kernel
+    registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
+    graphs_apart: bool = False  # signals in CUDA graphs have other counters, so either all ranks capture a call or none does
+    has_communicator: bool = True  # the channel can use an existing communicator of the application
+    since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
+    # any other reduction gathers the terms and reduces them in a kernel
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
     def why_not(self, machine: Machine) -> str:
-        """Reason why ranks of a machine cannot use this transport; "" if they can."""
+        """Reason why ranks of a machine cannot use this transport, or "" if they can."""
         return dict(machine.refused).get(self.name, machine.no_peers if self.is_optional else "")
 
     @property
     def is_optional(self) -> bool:
-        """True if ranks may find at run time that they cannot use it, so that a program on another transport runs instead."""
+        """True if it may turn out at run time that ranks cannot use it. A variant of the program on another transport then runs instead."""
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop may move shards with these two properties. Registered memory has the same layout on all ranks."""
+        """True if a chunk loop may move shards with these properties. Registered memory must have the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
 def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transport | None:
-    """Returns the first transport that supports every communication of some set in `needs`, or None."""
+    """Returns the first transport that supports all instructions of at least one of the sets in `needs`, or None."""
     return next((transport for transport in transports if any(map(transport.carries.issuperset, needs))), None)
 
 

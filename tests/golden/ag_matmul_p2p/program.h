@@ -1,5 +1,5 @@
 // ag_matmul_p2p on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -64,7 +64,7 @@ class Program {
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   std::array<hw::bf16*, 4> x_gathered_{};  // bf16[m, K], one per stream
-  std::optional<Sizes> prepared_;          // sizes of the last prepare
+  std::optional<Sizes> prepared_;          // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul_p2p

@@ -1,5 +1,5 @@
 // ag_matmul_pull on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -66,7 +66,7 @@ class Program {
   hw::WindowArena arena_;           // peers access this memory
   hw::bf16* h_ = nullptr;           // bf16[M/4, K]
   hw::bf16* h_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // sizes of the last prepare
+  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul_pull

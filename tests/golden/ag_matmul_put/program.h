@@ -1,5 +1,5 @@
 // ag_matmul_put on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -65,7 +65,7 @@ class Program {
   hw::MatmulPlan plan_y_;
   hw::WindowArena arena_;           // peers access this memory
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // sizes of the last prepare
+  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul_put

@@ -1,5 +1,5 @@
 // allreduce_rows on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -58,7 +58,7 @@ class Program {
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams ring_;              // ring[3]
   hw::Arena arena_;
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::allreduce_rows

@@ -1,5 +1,5 @@
 // gated_in_loops on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -72,7 +72,7 @@ class Program {
   std::array<hw::bf16*, 4> x_gathered_{};   // bf16[M/4, K], one per stream
   hw::bf16* y_landing_ = nullptr;           // bf16[4, M/4, K]
   std::array<hw::bf16*, 4> matmul_down_{};  // bf16[M/4, K], one per stream
-  std::optional<Sizes> prepared_;           // sizes of the last prepare
+  std::optional<Sizes> prepared_;           // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::gated_in_loops

@@ -1,5 +1,5 @@
 // gradients on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -72,7 +72,7 @@ class Program {
   char* workspace_ = nullptr;       // cuBLASLt workspace of the caller's stream
   hw::bf16* dw_partial_ = nullptr;  // bf16[K, N]
   hw::bf16* db_partial_ = nullptr;  // bf16[N]
-  std::optional<Sizes> prepared_;   // sizes of the last prepare
+  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::gradients

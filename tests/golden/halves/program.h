@@ -1,5 +1,5 @@
 // halves on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -62,7 +62,7 @@ class Program {
   hw::Arena arena_;
   char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
   hw::bf16* h_ = nullptr;          // bf16[local(M, x), 3]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::halves

@@ -1,5 +1,5 @@
 // keys_in_a_loop on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -70,7 +70,7 @@ class Program {
   float* y_lse_ = nullptr;         // f32[4, 2, S/4], also y_exp_2
   float* y_maximum_ = nullptr;     // f32[1, 2, S/4]
   float* y_sum_ = nullptr;         // f32[1, 2, S/4]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::keys_in_a_loop

@@ -1,5 +1,5 @@
 // matmul_ar_ag on mesh(dp=2, tp=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -68,7 +68,7 @@ class Program {
   hw::Arena arena_;
   std::array<hw::bf16*, 3> matmul_w_{};  // bf16[M/6, N], also y_reduced, one per stream
   std::array<hw::bf16*, 3> y_packed_{};  // bf16[2, M/6, N], one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last prepare
+  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_ar_ag

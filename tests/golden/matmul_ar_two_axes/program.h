@@ -1,5 +1,5 @@
 // matmul_ar_two_axes on mesh(dp=2, tp=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -66,7 +66,7 @@ class Program {
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 2> matmul_w_{};  // bf16[local(M, dp), N/2], also y_packed, one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last prepare
+  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_ar_two_axes

@@ -1,5 +1,5 @@
 // matmul_batch on mesh(x=1). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -61,7 +61,7 @@ class Program {
   hw::Streams ring_;  // ring[4]
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_batch

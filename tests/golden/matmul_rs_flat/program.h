@@ -1,5 +1,5 @@
 // matmul_rs_flat on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -66,7 +66,7 @@ class Program {
   hw::Arena arena_;
   hw::bf16* y_landing_ = nullptr;        // bf16[4, M/4, N]
   std::array<hw::bf16*, 4> matmul_w_{};  // bf16[M/4, N], one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last prepare
+  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_flat

@@ -1,5 +1,5 @@
 // matmul_rs_put on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -67,7 +67,7 @@ class Program {
   hw::WindowArena arena_;          // peers access this memory
   hw::bf16* y_landing_ = nullptr;  // bf16[3, 1, M/4, N]
   hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_put

@@ -1,5 +1,5 @@
 // matmul_rs_ring on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -65,7 +65,7 @@ class Program {
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_ring

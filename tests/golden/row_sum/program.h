@@ -1,5 +1,5 @@
 // row_sum on mesh(x=1). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -56,7 +56,7 @@ class Program {
   hw::Rank& rank_;
   hw::Streams ring_;  // ring[3]
   hw::Arena arena_;
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::row_sum

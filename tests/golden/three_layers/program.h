@@ -1,5 +1,5 @@
 // three_layers on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -78,7 +78,7 @@ class Program {
   hw::bf16* layer_scattered_landing_ = nullptr;    // bf16[4, M/4, E]
   std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // bf16[M/4, E], one per stream
   hw::bf16* y_other_ = nullptr;                    // bf16[M/4, E]
-  std::optional<Sizes> prepared_;                  // sizes of the last prepare
+  std::optional<Sizes> prepared_;                  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::three_layers

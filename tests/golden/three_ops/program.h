@@ -1,5 +1,5 @@
 // three_ops on mesh(x=1). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -58,7 +58,7 @@ class Program {
   hw::Streams ring_;  // ring[3]
   hw::Arena arena_;
   hw::bf16* a_ = nullptr;          // bf16[M, N], also b
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::three_ops

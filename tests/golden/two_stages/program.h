@@ -1,5 +1,5 @@
 // two_stages on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -69,7 +69,7 @@ class Program {
   char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
   hw::bf16* h_ = nullptr;          // bf16[local(M, x on ranks 0, 1), N]
   hw::bf16* arrived_ = nullptr;    // bf16[local(M, x on ranks 2, 3), N]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::two_stages

@@ -1,5 +1,5 @@
 // two_stages_streamed on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -80,7 +80,7 @@ class Program {
   std::array<hw::bf16*, 4> h_{};             // bf16[M/4, local(N, x on ranks 0, 1)], one per stream
   std::array<hw::bf16*, 4> matmul_down1_{};  // bf16[M/4, K], also layer, one per stream
   std::array<hw::bf16*, 4> g_{};             // bf16[M/4, local(N, x on ranks 2, 3)], one per stream
-  std::optional<Sizes> prepared_;            // sizes of the last prepare
+  std::optional<Sizes> prepared_;            // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::two_stages_streamed

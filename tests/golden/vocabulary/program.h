@@ -1,5 +1,5 @@
 // vocabulary on mesh(tp=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -69,7 +69,7 @@ class Program {
   hw::Streams comm_;               // comm[1]
   hw::Arena arena_;
   hw::bf16* table_taken_partial_ = nullptr;  // bf16[T, D]
-  std::optional<Sizes> prepared_;            // sizes of the last prepare
+  std::optional<Sizes> prepared_;            // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::vocabulary

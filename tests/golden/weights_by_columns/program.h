@@ -1,5 +1,5 @@
 // weights_by_columns on mesh(dp=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 // all_down of weights_by_columns, predicted: put(4) 44.5 us, put(1) 43.2 us, none 91.8 us
 // all_up of weights_by_columns, predicted: put(4) 189.9 us, none 106.0 us, put(1) 170.9 us
 #pragma once
@@ -73,7 +73,7 @@ class Program {
   hw::bf16* all_up_ = nullptr;     // bf16[4, N/4, K]
   hw::bf16* all_down_ = nullptr;   // bf16[4, N, K/4]
   hw::bf16* h_ = nullptr;          // bf16[local(M, dp), N]
-  std::optional<Sizes> prepared_;  // sizes of the last prepare
+  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::weights_by_columns

@@ -1,5 +1,5 @@
 // weights_gradient on mesh(x=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -64,7 +64,7 @@ class Program {
   hw::Arena arena_;
   char* workspace_ = nullptr;       // cuBLASLt workspace of the caller's stream
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // sizes of the last prepare
+  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::weights_gradient

@@ -1,5 +1,5 @@
 // trained_in_zigzag on mesh(cp=4). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -83,7 +83,7 @@ class Program {
   hw::bf16* dv_before_concat_ = nullptr;          // bf16[2, 2, S/2, 64]
   hw::bf16* dk_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
   hw::bf16* dv_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
-  std::optional<Sizes> prepared_;                 // sizes of the last prepare
+  std::optional<Sizes> prepared_;                 // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::trained_in_zigzag

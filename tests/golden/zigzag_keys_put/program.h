@@ -1,5 +1,5 @@
 // in_zigzag on mesh(cp=2). The host IR is in program.hw.
-// Compiled with the figures of NVIDIA H200.
+// Compiled with the cost model of NVIDIA H200.
 // k_gathered of in_zigzag, predicted: put(2) 52.1 us, p2p(2) 64.8 us, none 76.4 us
 #pragma once
 #include <cuda_runtime_api.h>
@@ -74,7 +74,7 @@ class Program {
   std::array<float*, 2> y_attention_lse_i_own_half_packed_{};  // f32[4, S/4], one per stream
   float* y_attention_maximum_ = nullptr;                       // f32[1, 4, S/2]
   float* y_attention_sum_ = nullptr;                           // f32[1, 4, S/2]
-  std::optional<Sizes> prepared_;                              // sizes of the last prepare
+  std::optional<Sizes> prepared_;                              // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::in_zigzag
