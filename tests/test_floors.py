@@ -49,7 +49,7 @@ FLOORS = (
 DELAYED_IMPORTS = {
     "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
         *("api", "compiled", "build/program", "check/check", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
-        "torch/regions",
+        "torch/dynamo",
     ),
     "packages that may be missing": ("torch/generation", "types/numpy_dtypes"),
     "classes whose parser imports them": ("fusion_ir/ir", "host_ir/ir"),
