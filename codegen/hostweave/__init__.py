@@ -76,7 +76,7 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports modules that tracing does not need at first use, so that importing hostweave stays fast."""
+    """Imports a module at the first use of one of its names, so that `import hostweave` stays fast. Tracing does not need these modules."""
     if name not in _MODULE_OF:
         raise _unknown(name)
     return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)
@@ -88,7 +88,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _call_of_torch(_: type[Tensor], function: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Lets torch functions accept tensors of a fusion. Torch calls this; the core does not import torch."""
+    """Lets torch functions accept tensors of a fusion. PyTorch calls this function. The core does not import torch."""
     return _imported("hostweave.torch.functions").call(function, args, kwargs or {})
 
 
@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
 
 
 def _unknown(name: str) -> AttributeError:
-    """Error for a name that does not exist, with a suggestion."""
+    """Error for a name that does not exist. The message suggests a similar name."""
     if name.startswith("_"):
         return AttributeError(f"module 'hostweave' has no attribute {name!r}")
     if name.startswith("complex"):
@@ -117,5 +117,5 @@ _FUNCTIONS = (
 )
 _PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))
 warn_of_misspelt()
-if not TYPE_CHECKING:  # a type checker goes by the imports
+if not TYPE_CHECKING:  # a type checker reads the names from the imports
     __all__ = _PUBLIC

@@ -28,7 +28,7 @@ from hostweave.tune.explain import explained
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 
-if TYPE_CHECKING:  # see Program._running
+if TYPE_CHECKING:  # imported on first use, see Program._running
     from hostweave.running import Running
     from hostweave.runtime.arguments import Bound
     from hostweave.runtime.graphs import Captured
@@ -40,11 +40,12 @@ if TYPE_CHECKING:  # see Program._running
 
 @checked
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
-    """Compiles a fusion or an unchanged host program for `target` "cpu" or "cuda".
+    """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
-    Lowers the program, verifies it after every pass, and proves it free of races and deadlocks as `options` say. No C++ compiler
-    is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError, with the location in the
-    user's source, if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
+    Lowers the program and verifies it after every pass. Then checks it for races and deadlocks, unless `options.check` disables that. No
+    C++
+    compiler is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the user's
+    source if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -59,7 +60,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 
 def _searched(made: Compiled) -> Compiled:
-    """The program with the fastest alternatives, as measured now or in an earlier search."""
+    """Returns the program with the alternatives that ran fastest, in this search or in an earlier one."""
     with importing:
         from hostweave.runtime.search import search
 
@@ -73,10 +74,10 @@ def _searched(made: Compiled) -> Compiled:
 
 
 class Program:
-    """A compiled program, made by `hw.compile`.
+    """A compiled program. `hw.compile` returns it.
 
-    `run` runs all ranks in this process on global arrays. A call of the program runs this process's or thread's rank on local
-    arrays.
+    `run` takes global arrays and runs all ranks in this process. Calling the program takes local arrays and runs only the rank of the
+    calling process or thread.
 
     Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
     """
@@ -90,11 +91,11 @@ class Program:
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook, its host IR below its name; a timeline is a picture there: `program.predict()`."""
+        """HTML for notebooks: the name, with the host IR below it."""
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
-        raise ProgramError(f"{self.name}: a compiled program cannot be pickled; pickle the fusion, and compile it there from the cache")
+        raise ProgramError(f"{self.name}: a compiled program cannot be pickled; pickle the fusion, and compile that where you load it")
 
     @property
     def target(self) -> Target:
@@ -103,7 +104,7 @@ class Program:
 
     @property
     def host(self) -> HostProgram:
-        """The host program, after all passes. Its text is `host_ir`."""
+        """The host program after all passes. `host_ir` is its text."""
         return self.compiled.host
 
     @property
@@ -130,17 +131,18 @@ class Program:
 
     @property
     def figures(self) -> Machine:
-        """The machine's figures that the compiler's choices and the predictions use."""
+        """Figures of the machine from which the cost model predicts times."""
         return self.compiled.options.figures
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Overlap choices of the compiler for reshards next to matmuls, with the alternatives and their times. See `explain`."""
+        """Choices of the compiler for reshards next to matmuls: how each one overlaps, with the times of the alternatives. See
+        `explain`."""
         return self.host.choices
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Generated files as a mapping from path to text, the same for both targets."""
+        """Generated files as a mapping from path to text. They are the same for both targets."""
         return self.compiled.sources
 
     @property
@@ -155,15 +157,16 @@ class Program:
 
     @property
     def module(self) -> ModuleType:
-        """Program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
+        """The program as a Python extension module. Compiles and loads it if needed. Raises the errors of `build`."""
         return self.compiled.module
 
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        There is one line per communication with its algorithm, transport, chunks and time, and the same for the alternatives.
-        Each attention has a line that says if it is one library call. Raises ProgramError if the program was compiled from host IR, because
-        nothing is chosen then.
+        Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. Each attention
+        has a
+        line that says whether it is one library call. Raises ProgramError if the program was compiled from host IR, for which the compiler
+        chooses nothing.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -181,15 +184,19 @@ class Program:
         machine: Machine | None = None,
         ranks: int | Mapping[str, int] | None = None,
     ) -> Report:
-        """Predicts the timeline of a call on all ranks of a machine, which need not exist: nothing is built or run.
+        """Predicts the timeline of a call on all ranks of a machine. Nothing is built or run, so the machine need not exist.
 
-        `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
+        `sizes` are global sizes by name. Missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures for the
+        prediction, by
         default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by name. The
-        cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Host time is not included. Returns a
-        report: `print` shows totals, `save("f.html")` writes the page.
+        cost
+        model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts take to enqueue is not
+        included.
+        Returns a report. `print` shows its totals, and `save("f.html")` writes it as a page.
 
-        Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
-        program cannot run on so many ranks.
+        Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide evenly, or if the program
+        cannot
+        run on that many ranks.
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
@@ -201,7 +208,7 @@ class Program:
         return made.report(predicted(made.host, known, figures))
 
     def build(self) -> None:
-        """Compiles and loads the module, or takes it from the cache.
+        """Compiles and loads the module, or loads it from the cache.
 
         Raises BuildError if the toolchain is incomplete or the compiler fails.
         """
@@ -209,13 +216,15 @@ class Program:
 
     @checked
     def check(self, **sizes: int) -> tuple[str, ...]:
-        """Proves at these `sizes` that no rank has races, deadlocks or unmatched communication, and checks the results.
+        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and checks the results.
 
-        Sizes that are not given are small ones. The order is proven by vector clocks over the operations of all ranks (Fidge
-        1988, Mattern 1989). The results are compared with those of the fusion for random numbers over a finite field (Schwartz
-        1980, Zippel 1979). Returns the parts that the comparison does not cover, one text each: lines of the host program that
-        did not run, and user kernels. Raises ProgramError for the first fault, with rank and instruction. Raises ArgumentError
-        for sizes that the program does not have.
+        Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
+        results
+        are compared with those of the fusion on random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for each part
+        that
+        the comparison does not cover: lines of the host program that did not run, and user kernels. Raises ProgramError for the first
+        fault, with
+        rank and instruction. Raises ArgumentError for sizes that the program does not have.
 
         Example: `program.check(M=8192, N=4096)`.
         """
@@ -225,20 +234,23 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts of the program that the check at compile time did not cover: lines that did not run, user kernels, or everything."""
+        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if it was disabled."""
         return self.compiled.unchecked
 
     @checked
     def bind(self, **arrays: Any) -> Program:
-        """Returns a program with these inputs bound, so that its calls take only the others, by position or name.
+        """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
 
-        Bound arrays are checked once and add no cost to a call. They are local arrays of this rank if the program is called, and
-        global ones if it is `run`. A call reads them in place, so it sees later writes to them; `run` may keep the ranks' blocks
-        from its first call on. Both programs share memory and streams; `close` closes both.
+        Bound arrays are checked once, so they add no cost to a call. For calls of the program they are local arrays of this rank, and for
+        `run`
+        they are global arrays. A call reads a bound array in place, and therefore sees later writes to it. `run` may instead keep each
+        rank's
+        block from its first call on. Both programs share memory and streams, and `close` closes both.
 
-        Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array of wrong
-        dtype, number of dims, fixed size, layout or device, or one that requires grad. Checks that depend on the rank or on other
-        inputs follow at the first call.
+        Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
+        number of
+        dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the first
+        call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -253,23 +265,27 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Any:
-        """Runs this process's or thread's rank of a group on its local arrays, after `hw.init`. All ranks make the same calls in
-        order.
+        """Runs the rank of this process or thread on its local arrays. All ranks of the group make the same calls in the same order, after
+        `hw.init`.
 
-        `arrays` are the inputs in order, and `named` others by name: contiguous local blocks on the rank's device, which are not
-        copied. Returns the local output, or a tuple of outputs, in the library of the first input. `out` may hold arrays to write
-        to instead; they must overlap neither each other nor the inputs. `group` defaults to the default group.
+        `arrays` are inputs in order, and `named` are other inputs by name. They are contiguous local blocks on the rank's device, and are
+        not
+        copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write the
+        outputs
+        to. They must not overlap each other or the inputs. `group` is the default group if it is not given.
 
-        Ranks that are processes assume that sharded dims are even. Otherwise `sizes` gives the global sizes, by name, of uneven
-        dims and of sizes that the rank's own arrays do not determine. A rank outside an input's mesh passes None for it, and gets
-        None for such an output.
+        If ranks are processes, each rank assumes that sharded dims are even. If they are not, `sizes` gives global sizes by name: those of
+        uneven
+        dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for it, and gets None
+        for
+        such an output.
 
-        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library; by default the
-        library's current stream. It is ordered with other work on that stream. On the CPU target the call returns when it is
-        done.
+        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library. By default that is the current
+        stream of
+        the arrays' library. The call is ordered with other work on that stream. On the CPU target the call returns when its work is done.
 
-        Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, now or in an earlier
-        call.
+        Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, in this call or in an earlier
+        one.
 
         Example: `y = program(x, w)`.
         """
@@ -284,17 +300,22 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Captured:
-        """Captures a call with these arrays as a CUDA graph. Returns a callable that launches it, with `outputs`. All ranks call
-        it together.
+        """Captures a call with these arrays as a CUDA graph. Returns a callable that launches the graph and has the `outputs`. It is
+        collective.
 
-        Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same
-        input arrays and writes the same outputs. Launches are ordered like calls of the program. The callable keeps the
-        arrays alive, and its temporaries stay in place when later calls have larger sizes. On the CPU target it behaves the same.
-        All ranks also launch it together: with one-sided communication, which needs NCCL 2.30.7 or later for this, a launch on
-        one rank cannot be matched by a call on another.
+        Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same input
+        arrays and
+        writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive. Its
+        temporaries
+        stay in place if later calls have larger sizes. The CPU target behaves in the same way.
 
-        A program may also be called while the caller captures, as in `torch.cuda.graph`, after one call with arrays of the same
-        shapes. The call then becomes part of that graph.
+        All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
+        Capturing
+        one-sided communication needs NCCL 2.30.7 or later.
+
+        The caller may also capture by other means, such as `torch.cuda.graph`, and call the program during that capture. The call becomes
+        part of
+        the caller's graph. An earlier call with arrays of the same shapes must have been made.
 
         Raises the errors of a call. Raises CaptureError if the call cannot be captured; the group remains usable.
 
@@ -304,26 +325,29 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Prepares this process's or thread's rank for calls at each of these global sizes. All ranks call it together.
+        """Prepares the rank of this process or thread for calls at each of these global sizes. It is collective.
 
-        A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on its
-        device. After `prepare` no call at these sizes does so, in any order. Each matmul keeps the plans of its last 4096 shapes,
-        and memory is sized for the largest call. Sizes that bound inputs determine may be omitted; their sharded dims are assumed
-        to be even.
+        A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
+        After
+        `prepare`, calls at these sizes do none of this, in whatever order they come. Each matmul keeps the plans of its last 4096 shapes,
+        and
+        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then assumed to
+        be even.
 
-        Raises ArgumentError for sizes that are unknown, missing or do not fit, and the errors of a call.
+        Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
         Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
         """
         self._running.prepare(self._bound, sizes, group)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
-        """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
+        """Runs all ranks in this process on global arrays, given by position or name, and waits for the result.
 
-        Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a
-        tuple of outputs, as arrays of the first input's library. With `ranks`, returns a list with every rank's local output or
-        tuple of outputs, and None for an output on a mesh that does not contain the rank. Raises ArgumentError for arrays that do
-        not fit, ExecutionError if a rank fails or times out.
+        Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
+        outputs, as
+        arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every rank. An
+        output on a
+        mesh without the rank is None. Raises ArgumentError for arrays that do not fit, and ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -334,10 +358,11 @@ class Program:
 
     @checked
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
-        """Runs several calls, with arrays of the same shapes, back to back: the host does not wait for the device in between.
+        """Makes several calls with arrays of equal shapes. The host enqueues each call without waiting for the previous one to finish.
 
-        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, which exposes missing
-        dependencies. Returns a list with the results of each call, in the form of `run(ranks=True)`.
+        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. A missing dependency then shows
+        as NaN.
+        Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
             return []
@@ -347,19 +372,21 @@ class Program:
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
-        """Times `repetitions` calls after `warmups` others on every rank. The ranks start each call together.
+        """Measures `repetitions` calls on every rank, after `warmups` calls that are not measured. All ranks start each call at the same
+        time.
 
-        Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
+        Returns for each rank a list with a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
         return self._running.measure(self._bound, (arrays, named), warmups, repetitions)
 
     def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
-        Takes the arguments of `run`. A separate build has a mark before and after each instruction that computes or communicates,
-        which costs a few microseconds each; calls of the program itself are not affected. The report shows the call of median
-        time among `repetitions` calls after `warmups` others. `machine` has the figures for the prediction, by default those of
-        the options.
+        Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
+        mark costs
+        a few microseconds. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report shows the
+        one with
+        the median time. `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does.
 
@@ -378,16 +405,20 @@ class Program:
         return compiled.report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
-        """Returns the program as a JAX function for use inside jax.jit: a custom call of XLA on this process's one device.
+        """Returns the program as a JAX function for use inside jax.jit. It is an XLA custom call on the only device of this process.
 
-        The function takes the rank's local arrays by position, and returns the local output, or a tuple of outputs. Ranks are
-        processes, after `hw.init`; sharded dims are even. On CUDA it runs on XLA's stream. Independent calls run in the order of
-        the jitted function, the same in all processes. It has no gradient and no batching rule: use jax.custom_vjp to attach a
-        gradient program.
+        The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
+        have
+        called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Independent calls run in the order of the jitted
+        function, which is the same in all processes. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a
+        program that
+        computes gradients.
 
-        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if JAX has several devices
-        here or none of the target, if the program donates inputs, and at trace time for arrays of wrong dtype or shape. JAX
-        raises the errors of a call, with the same message.
+        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if JAX has several devices in this
+        process or
+        none of the target, if the program donates inputs, and at trace time for arrays of wrong dtype or shape. Errors of a call are raised
+        by JAX,
+        with the same message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """
@@ -397,11 +428,15 @@ class Program:
 
     @checked
     def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
-        """Writes a CMake project that builds and runs the program without Python, on both targets.
+        """Writes a CMake project that builds and runs the program without Python, on either target.
 
-        The project compares the results of all ranks with the same math on one device, at any sizes. With `wheel="cpu"` or "cuda", the
-        folder is also a Python package for that target, from which `pip wheel` makes a wheel of this version that needs no Hostweave.
-        Raises ArgumentError if the folder cannot be written or has other files of these names, ProgramError for a program that has no C++.
+        The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
+        "cuda", the
+        folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from it, which does not need
+        Hostweave.
+        Raises ArgumentError if the folder cannot be written, or has other files with the names of the project's files. Raises ProgramError
+        if an op
+        of the program has no C++.
 
         Example: `program.export("ag_matmul/")`.
         """
@@ -410,8 +445,8 @@ class Program:
         if wheel not in ("", *NAMES):
             raise ArgumentError(f"{self.name}: export: wheel={wheel!r} is not a target; write one of {', '.join(NAMES)}")
         if self.host.windows:
-            why = f"{', '.join(self.host.windows)}: is compiled for a window, which a group of Python makes"
-            raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
+            why = f"{', '.join(self.host.windows)}: is compiled for a window, which only a group in Python can allocate"
+            raise ProgramError(f"{self.name}: export: {why}; omit Options(windows=...)")
         try:
             reference, dtypes = reference_of(self.compiled.given, self.compiled.options)
             made = None
@@ -425,22 +460,22 @@ class Program:
             raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None
 
     def close(self) -> None:
-        """Frees the memory and streams of the program on its devices. It cannot run again."""
+        """Frees the memory and the streams of the program on its devices. The program cannot run again."""
         self._running.close()
 
     @property
     def variants(self) -> Variants[Running]:
-        """Variants of the program that calls have needed so far, for example for sizes that chosen loops do not divide.
+        """Variants of the program that calls have needed so far, for example for sizes that the chunk loops do not divide.
 
-        Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after such a call.
+        Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after a call with such sizes.
         """
         return self._running.variants
 
     @property
     def _running(self) -> Running:
-        """Runner, shared with programs that bind inputs of this one.
+        """The object that runs the program. Programs that bind inputs of this one share it.
 
-        It imports NumPy and the rendezvous, which compilation does not need.
+        Its module imports NumPy and the rendezvous, which compiling does not need.
         """
         return self._made or interruptibly(self._make)
 

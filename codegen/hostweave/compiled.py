@@ -1,4 +1,4 @@
-"""A compiled program: host IR, its C++, and the module that is built from it."""
+"""A compiled program: its host IR, its C++, and the module that is built from the C++."""
 
 from __future__ import annotations
 
@@ -30,63 +30,64 @@ from hostweave.targets.target import Target, find_target
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-if TYPE_CHECKING:  # see Compiled.report
+if TYPE_CHECKING:  # imported on first use, see Compiled.report
     from hostweave.timeline.events import Timeline
     from hostweave.timeline.report import Report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # factor on the number of compared elements if the user requests a check
+ASKED = 10  # a check that the user requests compares so many times as many elements
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled program. A variant, for calls that this one cannot take, is another object of this class: see `Variants`."""
+    """A compiled program. A variant for calls that this program cannot take is another object of this class, see `Variants`."""
 
     given: Fusion | HostProgram
     host: HostProgram
     target: Target
     options: Options
     unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
-    variant: str = ""  # how a variant differs from the program that the user compiled
+    variant: str = ""  # difference of a variant from the program that the user compiled
 
     @property
     def title(self) -> str:
-        """Name of the program for messages. A variant adds the options that differ."""
+        """Name of the program in messages. For a variant, the name is followed by the difference."""
         return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
-        """Proves the order of the ranks' operations, and compares the results with the fusion's. Returns the parts that are not covered."""
+        """Proves the order of all ranks' operations, and compares the results with those of the fusion. Returns the parts that are not
+        covered."""
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
         most = MOST_ELEMENTS * (ASKED if is_asked else 1)
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, variant: str = "", **options: Any) -> Compiled:
-        """The same program compiled with other options."""
+        """Compiles the same program with other options."""
         return compiled(self.given, self.target.name, replace(self.options, **options), variant)
 
     @cached_property
     def in_sequence(self) -> Compiled:
-        """The same program without the chosen chunk loops."""
+        """The same program without the chunk loops that the compiler chose."""
         made, ways = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
-            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # other choices may then form loops with the same matmuls
+            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # then the compiler may choose other loops for the same matmuls
             made = self.otherwise("in sequence", ways=ways)
         return made
 
     @cached_property
     def marked(self) -> Compiled:
-        """The same program with marks around its instructions, to measure when they run."""
+        """The same program with marks around its instructions. The marks measure when the instructions run."""
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)
         return replace(self, given=program, host=program, variant="with marks")
 
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
-        """The same program with constants for these sizes; None if this is impossible."""
+        """Returns the same program with constants in place of these sizes, or None if that is impossible."""
         if not isinstance(self.given, Fusion) or self.given.user_kernels:
             return None
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
@@ -98,13 +99,14 @@ class Compiled:
             return None
 
     def on_ranks(self, ranks: int | Mapping[str, int], figures: Machine) -> Compiled:
-        """The same program on a mesh with other axis sizes, given by name or for its only axis, chosen by the figures of `machine`. It is
-        not checked.
+        """Compiles the same program for other sizes of mesh axes, with the cost model of `figures`. The result is not checked.
 
-        Raises ProgramError for axes that the mesh does not have, and if the program cannot run on so many ranks.
+        `ranks` maps axes to sizes. An int is the size of the mesh's only axis. Raises ProgramError for axes that the mesh does not have,
+        and if the
+        program cannot run on that many ranks.
         """
         if not isinstance(self.given, Fusion):
-            raise ProgramError(f"{self.host.name}: was compiled from host IR, which is for {self.host.mesh} alone; leave ranks out")
+            raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")
         mesh = self.given.mesh.with_sizes(ranks)
         if figures.hosts_of(mesh.all_ranks) > 1:
             figures = figures.without_peers("the ranks are on several hosts")
@@ -112,7 +114,7 @@ class Compiled:
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
-        """Report of the timelines, with the fusion as a graph, and the changes of each pass."""
+        """Makes a report of the timelines. It also shows the fusion as a graph, and the changes that each pass made."""
         from hostweave.timeline.graph import changes_of, graph_of
         from hostweave.timeline.report import Report
 
@@ -123,7 +125,7 @@ class Compiled:
         return Report(predicted, measured, graph_of(fusions[-1]) if fusions else None, changes)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
-        """Returns the program that runs a call at these sizes, and the value of every size. Missing sizes get typical values."""
+        """Returns the program that runs a call at these sizes, and the values of all sizes. A missing size gets a typical value."""
         self.expect_sizes(what, sizes)
         known = usual_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known
@@ -168,7 +170,7 @@ class Compiled:
         return load(folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError for sizes from the user that no call of the program can have."""
+        """Raises ArgumentError if the user gives a size that no call of the program can have."""
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is not a dict of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.given_sizes()):
@@ -181,7 +183,7 @@ class Compiled:
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
-    """Lowers a program, verifies it after every pass, and proves it free of races as `options` say.
+    """Lowers a program, verifies it after every pass, and checks it for races and deadlocks, unless `options.check` disables that.
 
     Raises ProgramError if one of these fails, and for options that do not apply to the program.
     """
@@ -194,14 +196,14 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
         log.info("%s", choice)
     known = [choice.name for choice in host.choices]
     if unknown := [name for name in options.ways if name not in known]:
-        why = f"there is nothing to choose for {unknown[0]}"
+        why = f"there is no choice named {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: ways: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
         raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
     made.target.expect_kernels(host.user_kernels)
     for parameter in host.arguments:
         if parameter.name in OPTIONS_OF_RUN:
-            raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
+            raise ProgramError(f"{host.name}: input {parameter.name} has the name of a parameter of run or measure; rename the input")
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         made.unchecked = made.check(is_asked=options.check is True)
     return made

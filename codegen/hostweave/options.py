@@ -1,4 +1,4 @@
-"""Options of `hw.compile`."""
+"""`hw.Options`, the options of `hw.compile`."""
 
 from __future__ import annotations
 
@@ -19,55 +19,72 @@ OVERLAPS = ("auto", "off", "search")
 @checked_arguments
 @dataclass(frozen=True)
 class Options:
-    """Options of one `hw.compile`.
+    """Options of `hw.compile`.
 
-    - `streams`: number of CUDA streams of a chunk loop, used round robin.
-    - `check`: proves the host program free of races and deadlocks, and compares its results with those of the fusion. By default on
-      meshes of up to 16 ranks.
-    - `sizes`: typical sizes of dims by name; 4096 for others. Among several ways to reshard a tensor, the one that moves the fewest
-      bytes at these sizes is chosen.
-    - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. For this all relevant
-      sizes must be known, from `sizes` or as ints. It also overlaps other communication with independent computation if that is
-      faster at the typical sizes. "search" runs the best-ranked alternatives on all ranks in this process and keeps the fastest, also
-      for later compiles; all sizes must be stated. "off" keeps communication in sequence. A `.stream(...)` in the program always
-      holds. Calls whose sizes a chosen loop does not divide run in sequence. `Program.explain` shows the choices.
-    - `ways`: overrides choices of the cost model, by the names in `Program.explain`: `{"@ag_matmul %x_gathered": "put(8)"}`, or
-      "none" for sequential execution.
-    - `machine`: figures for the cost model. By default the figures that `hostweave calibrate` measured on this machine, else the figures of
-      H100 or H200, by the name of the GPU. Other GPUs get the figures of H200, and `Program.explain` reports this.
-    - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once. By default each rank rounds
+    - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
+    - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. By default this
+      is
+      done for meshes of up to 16 ranks.
+    - `sizes`: typical sizes of dims by name. Other sizes count as 4096. If a tensor can be resharded in several ways, the compiler chooses
+      the
+      one that moves the fewest bytes at these sizes.
+    - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
+      known
+      for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at the
+      typical
+      sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles. All sizes
+      must then be stated. "off" runs all communication in sequence. A `.stream(...)` in the program is always obeyed. If a chosen loop does
+      not
+      divide the sizes of a call, that call runs in sequence. `Program.explain` shows the choices.
+    - `ways`: overrides choices of the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
+      means sequential execution.
+    - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else
+      the
+      figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
+    - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
+      rounds
       its partial sum to the dtype of the result.
-    - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster
-      on tensor cores. The CPU target computes in f32.
-    - `transport`: the way bytes travel between ranks. With peer and one_sided, chunk loops use put, ring, or slices of every rank's
-      shard, on the mesh of all ranks.
-        - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
-        - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are
-          stream memory operations. Needs peer access between the GPUs, and no communication library.
-        - one_sided: the same through windows and signals of the library. Needs version 2.29 or later (2.32 for moves between meshes).
-        - auto: two_sided, and peer for chunk loops with `.stream(..., algorithm="put")` or by choice of the cost model. Falls back to
-          one_sided, then to two_sided, if the ranks cannot use peer; a line on stderr gives the reason. All-reduces of few bytes are
-          fused into the kernels that consume them.
-    - `windows`: names of inputs and outputs that are arrays of `group.empty`, so that one-sided communication accesses them in place.
-      A call detects such arrays and compiles a variant for them. Arrays that are named here must be in windows.
-    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as in an
-      earlier call. Later calls with these arrays launch the graph. Use it for programs of many short operations, where host time
-      shows. By default no call is captured automatically.
+    - `tf32`: f32 matmuls round their operands to TF32, which has 10 bits of mantissa, and accumulate in f32. This is several times faster
+      on
+      tensor cores. The CPU target computes in f32.
+    - `transport`: how bytes travel between ranks.
+      - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
+      - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are stream
+        memory operations. Needs peer access between the GPUs, and no communication library.
+      - one_sided: the same through windows and signals of the library. Needs version 2.29 or later (2.32 for moves between meshes).
+      - auto: two_sided for most communication. Chunk loops use peer if they have `.stream(..., algorithm="put")` or if the cost model
+        chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
+        All-reduces of few bytes are fused into the kernels that consume them.
 
-      The last 16 sets of arrays are kept; other calls run as usual. Outputs repeat if `out=` gives them, or if the library's
-      allocator returns freed memory.
+      With peer or one_sided, chunk loops are on the mesh of all ranks. Their algorithm is put or ring, or each chunk is a slice of every
+      rank's shard.
+    - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
+      place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in
+      windows.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
+      earlier
+      call. Later calls with these arrays launch the graph. Use it for programs of many short operations, whose time is dominated by the
+      host.
+      By default no call is captured automatically.
 
-      With transport one_sided, calls are graphs on all ranks or on none. The ranks meet before calls 3, 5, 9, 17 and so on, at least
-      every 4096 calls. If nearly all calls since the last meeting had repeated arrays on every rank, calls are graphs until the next
-      meeting, also for new arrays.
+      Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
+      gives them, or if the library's allocator returns memory that was freed.
 
-    - `stages`: "auto" reorders the stages of a pipeline over meshes, if the cost model predicts a gain. "as_written" keeps their order.
-    - `tune`: measures the algorithms that cuBLASLt recommends for every matmul and its sizes, with the program's epilogue, and uses the
-      fastest instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the
-      algorithms. All ranks use the same ones. Results are kept in the cache folder, by GPU and cuBLASLt version. The CPU target has
-      one algorithm, so nothing is measured.
-    - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
-      store. Ranks that are threads always do.
+      With transport one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls 3, 5, 9, 17 and
+      so
+      on, at least every 4096 calls. If nearly all calls since the last decision had repeated arrays on every rank, calls are graphs until
+      the next decision, even with new arrays.
+
+    - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
+    - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
+      instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the algorithms. All
+      ranks
+      use the same ones. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one algorithm, so
+      nothing
+      is measured there.
+    - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the
+      store.
+      Ranks that are threads always do this.
 
     Raises ProgramError for an invalid `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
 
@@ -96,12 +113,12 @@ class Options:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Allowed transports: the preferred transport first, and transports that the machine refuses last."""
+        """Allowed transports in the order of preference. Those that the machine does not support come last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 
     def transport_carrying(self, *needs: Set[str]) -> Transport | None:
-        """Preferred transport that carries all of at least one of these sets of needs."""
+        """First allowed transport that supports all instructions of at least one of these sets."""
         return first_carrying(self.transports, *needs)
 
     def __post_init__(self) -> None:
@@ -110,7 +127,7 @@ class Options:
         if self.transport not in TRANSPORTS:
             raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
         if not isinstance(self.machine, Machine | None):
-            raise ProgramError(f"Options: machine={self.machine!r} is not an hw.Machine; leave it out, or use Machine.from_json")
+            raise ProgramError(f"Options: machine={self.machine!r} is not an hw.Machine; omit it, or use Machine.from_json")
         for name in ("check", "tf32", "tune", "verify_calls"):
             if (value := getattr(self, name)) not in (True, False) and (name, value) != ("check", None):
                 raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
@@ -119,7 +136,7 @@ class Options:
                 raise ProgramError(f"Options: {name}={value!r} is not a dict of names; write {name}={{...}}")
         for name, size in self.sizes.items():
             if not isinstance(size, Integral) or size < 1:
-                raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or leave it out")
+                raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or omit it")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.stages not in ("auto", "as_written"):
@@ -133,7 +150,7 @@ class Options:
 
 
 def options_of(options: object, program: str) -> Options:
-    """The options, or the usual ones if None. Raises ProgramError, which names the program, if they are not hw.Options."""
+    """Returns the options, or the defaults if they are None. Raises ProgramError with the program's name if they are not hw.Options."""
     if not isinstance(options, Options | None):
         raise ProgramError(f"{program}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
     return options or Options()

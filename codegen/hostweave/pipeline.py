@@ -1,4 +1,4 @@
-"""All passes from a fusion to a host program, in order. Each pass is a function in a file of the same name."""
+"""All passes from a fusion to a host program, in order. Each pass is a function in a file with the same name."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 
 _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 
-# These passes see the whole program. Every other pass runs on each function as a separate program, then on the main body.
+# Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Facts of the host IR, each with the pass after which it holds, and the pass before which it ends. `LEVELS` lists the facts of the fusion
-# IR. A host IR program of a user need not satisfy them.
+# Facts of the host IR. Each fact holds after the first pass that follows it, and until before the second one. `LEVELS` has the facts of the
+# fusion IR. A host program that a user wrote need not satisfy the facts.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -120,10 +120,11 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. A fusion with chunk loops continues after `choose_overlap`. A host program is only verified.
+    """Lowers a fusion to a host program. A fusion that already has chunk loops enters after `choose_overlap`. A host program is only
+    verified.
 
-    `observe(name, program)` sees every stage: first the input, under the name "input", then each pass's result. Raises
-    ProgramError with the place in the user's source if the program is invalid or cannot be lowered.
+    `observe(name, program)` is called for every stage: first for the input, with the name "input", then for the result of each pass. Raises
+    ProgramError with the position in the user's source if the program is invalid or cannot be lowered.
     """
     stage: Fusion | HostProgram = program
     _verified("input", stage, None, observe)
@@ -142,7 +143,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
-    """Program after each pass that changes it, with the pass's name."""
+    """Returns the program after each pass that changed it, with the name of the pass."""
     found: list[tuple[str, Fusion | HostProgram]] = []
 
     def note(name: str, stage: Fusion | HostProgram) -> None:
@@ -156,7 +157,7 @@ def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, F
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
     """Checks the sizes of the options.
 
-    Raises ProgramError for unknown names, and if a dim is impossible at these sizes, such as M/2 if M is 7.
+    Raises ProgramError for names that the program does not have, and if a dim is impossible at these sizes, such as M/2 for M = 7.
     """
     if not sizes:
         return
@@ -175,7 +176,7 @@ def _why_impossible(size: Size, sizes: Mapping[str, int]) -> str:
     try:
         number = size.bind(sizes)
     except ValueError as error:
-        return f"{error}; state a size that it divides"
+        return f"{error}; state a size that is divisible"
     return "" if number >= 0 else f"{size} = {number}; state larger sizes"
 
 
@@ -186,7 +187,7 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """Verifies a stage. Skips a program that the pass did not change, unless stricter rules apply from here on."""
+    """Verifies a stage. A program that the pass did not change is verified only if stricter rules apply from this stage on."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
@@ -199,12 +200,12 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
 
 
 def level_of(stage: str) -> str:
-    """Last level of LEVELS that applies at a stage of a fusion."""
+    """Name of the last entry of LEVELS that applies at a stage of a fusion."""
     return next(name for name in _STAGES[_STAGES.index(stage) :: -1] if name in LEVELS)
 
 
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
-    """Facts that hold for the host IR after a pass."""
+    """Facts that hold for the host IR after this pass."""
     at = _STAGES.index(stage)
     number = {name: at for at, name in enumerate(_STAGES)}
     return [
@@ -215,7 +216,8 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """The same computation on one device, and the dtypes of its values; or the reason why there is none."""
+    """Returns the same computation on one device, and the dtypes of its values. If there is none, returns the reason in place of the
+    program."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

@@ -1,4 +1,4 @@
-"""Execution of a compiled program and its variants: on all ranks in this process, and on this rank of each group."""
+"""Runs a compiled program and its variants: on all ranks in this process, or on this rank of a group."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _told: set[str] = set()
 
 
 def _tell_once(text: str) -> None:
-    """Prints a line on stderr, once per process."""
+    """Prints a line on stderr, but only once per process."""
     if text not in _told:
         _told.add(text)
         print(text, file=sys.stderr, flush=True)
 
 
 class Family:
-    """Identity shared by a program and its variants. A variant keeps no other variant alive."""
+    """Identity that a program shares with its variants. Variants refer to it instead of to each other, so none keeps another alive."""
 
 
 class Running:
-    """Device resources of a program, shared with all programs that bind its inputs, and its variants."""
+    """Device resources of a program, and its variants. Programs that bind inputs of the same program share one object."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
@@ -62,7 +62,7 @@ class Running:
         self._lock = renewed(threading.Lock())
 
     def bind(self, held: Bound | None, arrays: ArraysByName) -> Bound:
-        """Binds these inputs in addition to the inputs of `held`."""
+        """Binds these inputs in addition to those that `held` binds."""
         return Bound(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """Module for `ranks` ranks in this process. Raises ExecutionError, before building, if they cannot run here."""
+        """Module for `ranks` ranks in this process. Raises ExecutionError before building if they cannot run here."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
@@ -86,27 +86,27 @@ class Running:
     # --- variants ---
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call, with the program without chosen loops if these do not divide its sizes."""
+        """Makes a call. If the chosen loops do not divide its sizes, the variant without these loops makes it."""
         try:
             return call(self)
         except LoopsDoNotDivide:
             return call(self.variants.in_sequence() or self)
 
     def _for_sizes(self, sizes: Sizes, group: Group | None = None) -> Running:
-        """Variant with constants for sizes that its ranks cannot share evenly; self if there is none."""
+        """Variant with constants for sizes that the ranks cannot share evenly. Returns self if no variant is needed or possible."""
         return self.variants.at_sizes(sizes, group if isinstance(group, Group) else self) or self
 
     def _known(self, sizes: Sizes) -> Sizes:
-        """Sizes that appear in the program by name."""
+        """Reduces sizes to those that appear in the program by name."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
     def _rebound(self, held: Bound | None) -> Bound | None:
-        """Binds the arrays that another variant has bound."""
+        """Binds the arrays that another variant has bound to this one."""
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
-        """Variant for arguments in windows; self if peers access none of these."""
+        """Variant for arguments in windows. Returns self if peers access none of these arguments."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:
@@ -117,17 +117,18 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the library here cannot do the program's communication. Not cached, since another package may load a library."""
+        """Reason why the loaded library cannot do the program's communication. Not cached, because another package may load a library
+        later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Returns the same program without the optional transports, except for those that all ranks have.
+        """Returns the same program without the optional transports, except for those that all ranks can use.
 
-        `why` is the reason, the same on all ranks. Raises ExecutionError if the user stated the transport.
+        `why` is the reason, which must be the same on all ranks. Raises ExecutionError if the user stated the transport.
         """
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
-        _tell_once(f"hostweave: {self.name} overlaps less than it could: {why}")
+        _tell_once(f"hostweave: {self.name} overlaps less communication than possible: {why}")
         figures = self.compiled.options.figures
         for transport in map(find_transport, NAMES):
             if transport.is_optional and not all_have(transport):
@@ -186,12 +187,12 @@ class Running:
             (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
-        """Program on this process's or thread's rank of a group, for a call with these arrays."""
+        """Returns the program on this process's or thread's rank of a group, for a call with these arrays."""
         expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
         if group is None:
-            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or use .run to run all ranks here")
         if not isinstance(group, Group):
             raise ArgumentError(f"{self.name}: group={group!r} is not a group; pass the result of hw.init or group.split")
         if group.hosts > 1 and self.compiled.reaches_memory:
@@ -212,7 +213,7 @@ class Running:
         return local if isinstance(local, LocalProgram) else None
 
     def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
-        """Makes the program on this rank. The first thread of the rank to call it does so."""
+        """Creates the program on this rank. If a rank has several threads, the first one that calls it creates it."""
         compiled = self.compiled
         with group.calling:
             if (local := self._local_in(group)) is None:
@@ -231,7 +232,7 @@ class Running:
 
     @tells_shortages
     def run(self, held: Bound | None, calls: Sequence[GivenArrays], poison: bool = False) -> list[GlobalCall]:
-        """Makes calls on all ranks in this process, with arrays of the same shapes."""
+        """Makes calls with arrays of the same shapes on all ranks in this process."""
 
         def run(one: Running) -> list[GlobalCall]:
             made = [one._call_of(held, *arrays) for arrays in calls]
@@ -251,14 +252,16 @@ class Running:
 
     @tells_shortages
     def timeline(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """Variant that runs for these arrays, and times of its calls and of the marks around its instructions."""
+        """Returns the variant that runs for these arrays, and the times of its calls and of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
         self, what: str, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int, marks: bool = False
     ) -> tuple[Compiled, list[list[Timing]]]:
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
-            raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: they must be at least 0 and 1")
+            raise ArgumentError(
+                f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: must be at least 0 and 1, respectively"
+            )
 
         def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
             with_marks = one.variants.marked() if marks else one
@@ -272,13 +275,13 @@ class Running:
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
-        """Returns self, or the program on the next transport if the ranks of this process cannot use this one."""
+        """Returns self, or the variant on the next transport if the ranks of this process cannot use this one."""
         reach = partial(self._on_all_ranks, lambda _, programs: programs[0].out_of_reach)
         why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
     def sizes_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
-        """Sizes that the given arrays determine. With `whole`, arrays are local, and only unsharded dims count."""
+        """Sizes that these arrays determine. With `whole`, the arrays are local, and only dims that are not sharded count."""
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
         shapes = bound.shapes() | {p.name: shape for p, array in given if (shape := shape_given(array)) is not None}
@@ -289,11 +292,11 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
-        """Result of a call on all ranks of this process. They are restarted if an error has stopped some."""
+        """Makes a call on all ranks of this process. Restarts the ranks if an error has stopped some of them."""
         host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
         if host.windows:
-            why = f"{', '.join(host.windows)}: is compiled for a window of the rank's"
-            raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
+            why = f"{', '.join(host.windows)}: is compiled for arrays in a rank's window"
+            raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or omit Options(windows=...)")
         self._expect_open()
         module = self._module(ranks)
         with team_of(target, ranks) as team:

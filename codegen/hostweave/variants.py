@@ -19,7 +19,7 @@ Constants = tuple[tuple[str, int], ...]
 
 
 class Runner(Protocol):
-    """Object that runs a program, and holds its resources."""
+    """An object that runs a program and owns its resources."""
 
     compiled: Compiled
 
@@ -30,17 +30,18 @@ R = TypeVar("R", bound=Runner)
 
 
 class Variants(Generic[R]):
-    """Variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
+    """The variants of one program. A variant is compiled when a call first needs it. The logger `hostweave` reports this.
 
     All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says how a variant differs.
-    Iterating gives all variants that exist.
+    Iteration
+    yields all variants that exist.
     """
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
-        """`running` makes the object that runs a variant."""
+        """`running` creates the object that runs a variant."""
         self._compiled, self._running = compiled, running
-        self._made: dict[Hashable, R | None] = {}  # None if the program itself is this variant
-        # Latest variants for sizes that ranks cannot share evenly, by group; by the caller's object for `run`.
+        self._made: dict[Hashable, R | None] = {}  # None if the variant would equal the program itself
+        # Latest variants with constants in place of sizes, by group. For `run`, the key is the runner in place of a group.
         self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
         self._lock = renewed(threading.Lock())
@@ -55,7 +56,7 @@ class Variants(Generic[R]):
             variant.close()
 
     def in_sequence(self) -> R | None:
-        """The program without the chosen chunk loops; None if it has no chunk loops."""
+        """The program without the chunk loops that the compiler chose. None if it has none."""
         made = self._compiled.in_sequence
         return self._get("in sequence", lambda: made) if made is not self._compiled else None
 
@@ -68,21 +69,22 @@ class Variants(Generic[R]):
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", ways={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:
-        """The program for arguments of these names in windows; None if windows change nothing in it."""
+        """The program for the case that the arguments with these names are in windows. None if that changes nothing."""
         with self._lock:
             if names not in self._made:
                 made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)
-                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}  # one may have the same windows
+                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}  # equal windows are possible
                 same = made.host.windows == self._compiled.host.windows
                 self._made[names] = None if same else known.get(made.host.windows) or self._running(made)
             return self._made[names]
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
-        """The program with constants for sizes that its ranks cannot share evenly.
+        """The program with constants in place of sizes that its ranks cannot share evenly. None if there are none, or if that is
+        impossible.
 
-        None if there are no such sizes, or if no such program exists. Each owner, which is a group or the runner of all ranks,
-        keeps the variants of its last few sizes. All ranks of a group make the same calls, so they keep the same variants. Others
-        are freed when no call or captured call uses them.
+        Each owner keeps the variants for its last few sizes. An owner is a group, or the runner of all ranks. All ranks of a group make the
+        same
+        calls, so they keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())

@@ -177,7 +177,7 @@ def test_chosen_where_it_gains() -> None:
     assert [way.name for way in choice.ways[1:]] == ["p2p(2)", "none"]
     text = program.explain()
     assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, peer, predicted" in text
-    assert "in memory, to the keys of 2 ranks as they come, joined by log-sum-exps" in text
+    assert "in memory, to the keys of 2 ranks are used as they arrive, and the results are combined by log-sum-exps" in text
     fusion = context_parallel(2)
     for rows in (6, 7):
         arrays = random_arrays(fusion, {"S": rows}, seed=rows)
@@ -191,7 +191,7 @@ def test_not_chosen_where_it_loses() -> None:
     uneven = lower(context_parallel(2), Options(sizes={"S": 2**14 - 1})).choices
     assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
     text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
-    assert "%v_gathered = all_gather of %v: as %k_gathered, which would be in the same loop" in text
+    assert "%v_gathered = all_gather of %v: like %k_gathered, with which it would share a loop" in text
     slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("peer", "here").without("one_sided", "here"))).choices
     assert [choice.taken.name for choice in slow] == ["none"]
 

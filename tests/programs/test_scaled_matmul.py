@@ -109,7 +109,9 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
     program = hw.compile(product(2, "row", "M", out, dtypes))
     near(program.run(**given_to("M", given)), exact(given), out)
     is_composed = dtypes[0] == dtypes[1] == hw.f8e5m2
-    assert ("composed of casts, a matmul and multiplications, since cuBLASLt has no product of f8e5m2" in program.explain()) == is_composed
+    assert (
+        "composed of casts, a matmul and multiplications, because cuBLASLt has no product of f8e5m2" in program.explain()
+    ) == is_composed
 
 
 def test_bits_are_those_of_one_rounding() -> None:
@@ -331,7 +333,7 @@ def test_composed_on_a_machine_without_scales(kind: str, ranks: int) -> None:
     given = arrays(kind, m=256 if kind == "mixed" else M)
     program = hw.compile(product(ranks, kind, "M"), options=Options(machine=OLD))
     near(program.run(**given_to("M", given)), exact(given), terms=64)
-    assert "composed of casts, a matmul and multiplications, since the GPU is old" in program.explain()
+    assert "composed of casts, a matmul and multiplications, because the GPU is old" in program.explain()
 
 
 def test_mistakes() -> None:

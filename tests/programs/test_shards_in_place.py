@@ -95,7 +95,7 @@ def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: 
     np.testing.assert_array_equal(program.run(**arrays), wanted(arrays, is_turned=False))
     program.close()
     if sizes.get("N", 48) % 4:
-        with pytest.raises(ProgramError, match=r"there is nothing to choose for @layers %all_|%all_.*is not possible; use one of none"):
+        with pytest.raises(ProgramError, match=r"there is no choice named @layers %all_|%all_.*is not possible; use one of none"):
             hw.compile(fusion, options=replace(options, sizes={**SIZES, **sizes}))
 
 

@@ -111,7 +111,7 @@ def test_what_is_left_to_the_library() -> None:
     ):
         assert not launches(lower(fusion, options)), str(fusion)
     most = most_in_kernel(H200, 2)
-    assert f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes in the kernel that uses it" in hw.compile(reduced()).explain()
+    assert f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes in the kernel that consumes it" in hw.compile(reduced()).explain()
     assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 

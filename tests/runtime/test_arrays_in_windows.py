@@ -251,7 +251,7 @@ def test_what_was_compiled_for_windows_gets_them() -> None:
     with pytest.raises(ArgumentError) as caught:
         program.run(**arrays_of(0))
     assert str(caught.value) == (
-        "shared: run: x, h: is compiled for a window of the rank's; call the program in a group, or leave Options(windows=...) out"
+        "shared: run: x, h: is compiled for arrays in a rank's window; call the program in a group, or omit Options(windows=...)"
     )
     with pytest.raises(ProgramError, match="shared: Options: windows: there is no input or output z; leave it out"):
         hw.compile(fusion, options=hw.Options(windows=("z",)))

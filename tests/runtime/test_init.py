@@ -359,7 +359,7 @@ def test_an_interrupted_call_says_so_to_the_others() -> None:
 def test_without_a_group_and_after_close() -> None:
     with pytest.raises(ExecutionError) as caught:
         ALONE(X)
-    assert str(caught.value) == "alone: this process has not joined a group; call hw.init first, or run all ranks here with .run"
+    assert str(caught.value) == "alone: this process has not joined a group; call hw.init first, or use .run to run all ranks here"
     group = hw.init(Here())
     program = hw.compile(alone)
     program(X)

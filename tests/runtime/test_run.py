@@ -253,9 +253,9 @@ def test_what_compile_and_measure_take() -> None:
     with pytest.raises(ProgramError, match=r"Options: streams=0 must be an int of at least 1$"):
         hw.Options(streams=0)
     named = hw.fusion(ranks=hw.f32["M"])(lambda ranks: ranks + 1)
-    with pytest.raises(ProgramError, match=r"input ranks has the name of an option of run or measure; choose another name$"):
+    with pytest.raises(ProgramError, match=r"input ranks has the name of a parameter of run or measure; rename the input$"):
         hw.compile(named)
-    with pytest.raises(ArgumentError, match=r"measure: warmups=3, repetitions=0: they must be at least 0 and 1$"):
+    with pytest.raises(ArgumentError, match=r"measure: warmups=3, repetitions=0: must be at least 0 and 1, respectively$"):
         PROGRAM.measure(repetitions=0, **arguments())
     with pytest.raises(ArgumentError, match=r"check: M='a': a size is an int of at least 0$"):
         PROGRAM.check(M="a")  # type: ignore[arg-type]

@@ -275,7 +275,7 @@ def test_a_slower_machine_takes_longer() -> None:
     slow = replace(H200, name="slow", flops=H200.flops / 2)
     report = made.predict(sizes, machine=slow)
     assert report.predicted.micros > 1.2 * made.predict(sizes).predicted.micros
-    assert "by the figures of slow" in str(report)
+    assert "from the figures of slow" in str(report)
 
 
 def test_another_number_of_ranks() -> None:
@@ -356,7 +356,7 @@ def predicted_gather(ranks: int, sizes: dict[str, int]) -> Timeline:
 def test_more_ranks_than_a_host_has_need_a_network() -> None:
     made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False, machine=H200))
     with pytest.raises(
-        ProgramError, match=r"mesh\(x=16\) has more ranks than one host has GPUs, and the figures of NVIDIA H200 state no network"
+        ProgramError, match=r"mesh\(x=16\) has more ranks than one host has GPUs, and the figures of NVIDIA H200 have no network"
     ):
         made.predict(ranks=16)
     with pytest.raises(ProgramError, match=r"Network: bandwidth=0\.0 is not a number above 0"):

@@ -167,7 +167,9 @@ def test_files(report: Report, tmp_path: Path) -> None:
     for suffix, text in {"html": "<!doctype html>", "json": "traceEvents", "svg": "<svg"}.items():
         report.save(tmp_path / f"t.{suffix}")
         assert text in (tmp_path / f"t.{suffix}").read_text()
-    with pytest.raises(ArgumentError, match=r"t\.pdf: a timeline is saved as \.html, \.json, \.svg"):
+    with pytest.raises(
+        ArgumentError, match=r"t\.pdf: a timeline cannot be saved in this format; use one of the endings \.html, \.json, \.svg"
+    ):
         report.save(tmp_path / "t.pdf")
     with pytest.raises(ArgumentError, match="No such file"):
         report.save(tmp_path / "none" / "t.svg")

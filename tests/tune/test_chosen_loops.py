@@ -114,7 +114,7 @@ def test_explain() -> None:
     lines = program.explain().splitlines()
     assert lines[:4] == [
         "layer on mesh(x=2)",
-        "  times by the figures of slow, at F=48, K=16, M=1536, N=24",
+        "  times predicted from the figures of slow, at F=48, K=16, M=1536, N=24",
         "  transport peer where it is faster",
         "@layer",
     ]
@@ -133,7 +133,7 @@ def test_explain_says_what_a_faster_way_would_gain() -> None:
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
     stated = hw.compile(layer(2), options=replace(options, ways={name: taken.name})).explain()
-    assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, and this way was stated", stated)
+    assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, but this one was requested", stated)
 
     ways = (Way("none", 0, 100.0), Way("put", 1, 96.0))
     assert "; put(1) would gain 4.0 us, but at least 5.0 us are needed" in times_of(Choice("h", "layer", ways))
@@ -146,12 +146,12 @@ def test_explain_why_not() -> None:
     def explained(**options: object) -> str:
         return hw.compile(layer(2), options=hw.Options(**options)).explain()  # type: ignore[arg-type]
 
-    assert "%h = all_gather of %relu_x: in sequence: sizes are not known; state them for a chunk loop, hw.Options(sizes={" in explained()
+    assert "%h = all_gather of %relu_x: in sequence: sizes are unknown; state them to allow a chunk loop: hw.Options(sizes={" in explained()
     assert 'in sequence: overlap="off"' in explained(overlap="off", sizes=SIZES)
     assert "in sequence, predicted" in explained(sizes=SIZES)
-    assert '  two-sided transport alone, by transport="two_sided"' in explained(transport="two_sided")
+    assert '  only two-sided transport, because of transport="two_sided"' in explained(transport="two_sided")
     why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
-    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without("peer", why).without("one_sided", why))
+    assert f"  only two-sided transport: {why}" in explained(machine=H200.without("peer", why).without("one_sided", why))
 
     @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.f32["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -160,9 +160,9 @@ def test_explain_why_not() -> None:
         return stated, fused, composed, hw.reshard(hw.exp(x), "M", "K")
 
     text = hw.compile(others).explain()
-    assert "2 chunks by p2p, two_sided, as stated" in text
-    assert "attention: one call of the library, without the matrix of scores in memory" in text
-    assert "attention is composed of matmuls and a softmax, since it has dropout, or a mask that is not of its dtype" in text
+    assert "2 chunks by p2p, two_sided, as the program states" in text
+    assert "attention: one call of the library, which does not store the matrix of scores" in text
+    assert "attention is composed of matmuls and a softmax, because it has dropout, or a mask of another dtype" in text
     assert "overlapped with other ops on a separate stream: no adjacent matmul gathers or reduces along its outermost dim" in text
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
@@ -264,7 +264,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
             want = np.maximum(want @ w, 0)
         np.testing.assert_array_equal(run(x, *weights), want)
     for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("peer", "here").without("one_sided", "here")}, {"sizes": {}}):
-        with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
+        with pytest.raises(ProgramError, match="there is no choice named @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
     stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
     assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)", "none"]
@@ -387,7 +387,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (variant,) = program.variants
     made = Program(variant.compiled)
     assert "peer" not in made.host_ir
-    assert f"two-sided transport alone: {why}" in made.explain()
+    assert f"only two-sided transport: {why}" in made.explain()
     assert any("peer" in key for key in channels) == ("finds" in why)
     program.close()
 

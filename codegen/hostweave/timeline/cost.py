@@ -1,4 +1,4 @@
-"""Time that each operation of a host program takes alone on a machine, and the engine that it occupies."""
+"""Time that each operation of a host program takes if it runs alone on a machine, and the engine that executes it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hostweave.tune.cost import ATTENTION, Attended, Product, grouped_product, i
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
-FORK = LOOP / 4  # also the time of a fork or a join: a loop has two of each, of its matmuls and of its communications
-EARLY = 1e-6  # seconds of its launch that a generated kernel spends during the kernel before it (programmatic dependent launch)
-FIRST = 3e-6  # seconds until the last rank reaches a communication at the start of a call; none after other work
-SORTED = 2048  # elements of a lane that one block sorts by a network: hw::kSorted
-STEP = 0.45e-6  # seconds of a step of the network, between two barriers of a block
-PASSES, PASSED = 26e-6, 0.3e-9  # seconds of a radix sort of a longer lane, and of each of its elements
-COUNTS, COUNTED = 3e-6, 0.2e-9  # seconds of the order of groups in a lane, and of each of its elements
+ORDER = CHUNK / 2  # seconds to record an event, or to wait for an event of another stream
+FORK = LOOP / 4  # seconds of a fork or a join; a loop has two of each, for matmuls and for communications
+EARLY = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
+FIRST = 3e-6  # seconds until the last rank arrives at a communication that starts a call
+SORTED = 2048  # maximum elements of a lane that one block sorts with a sorting network: hw::kSorted
+STEP = 0.45e-6  # seconds per step of the sorting network
+PASSES, PASSED = 26e-6, 0.3e-9  # radix sort of a longer lane: fixed seconds, and seconds per element
+COUNTS, COUNTED = 3e-6, 0.2e-9  # ordering a lane by group: fixed seconds, and seconds per element
 BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that an operation takes alone, and the engine that does it."""
+    """Seconds that an operation takes if it runs alone, and the engine that executes it."""
 
     seconds: float
-    engine: str = ""  # "multiprocessors", of which it occupies a `share`; "kernels" that communicate; "copies"; or none
+    engine: str = ""  # "multiprocessors" (a fraction `share` of them), "kernels" (that communicate), "copies", or ""
     share: float = 1.0
     sent: int = 0  # bytes to other ranks
 
@@ -44,12 +44,12 @@ class Work:
 
 
 def work_of(operation: Operation, machine: Machine) -> Work:
-    """The work of one execution of an instruction."""
+    """Work of one execution of an instruction."""
     return tree.of_kind(_WORK, type(operation.instruction))(operation, machine)
 
 
 def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
-    """The work of an operation. The previous operation of its stream used the engine `before`; "" if there is none."""
+    """Work of an operation that follows another on its stream. `before` is the engine of the previous operation, or "" if there is none."""
     work = work_of(operation, machine)
     is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:
@@ -59,10 +59,11 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """The work of a launch with the seconds that its kernel takes beyond reading and writing its operands once.
+    """Work of a launch whose kernel takes more time than reading and writing its operands once.
 
-    A sort waits for its steps, on few multiprocessors. `take` reads a row once for each index; a table that does not fit into the cache
-    counts except for the cached share.
+    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table does not fit into the
+    cache,
+    the fraction of it that is not cached is read from memory.
     """
     types = {value.name: value.type for value in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
 
@@ -94,7 +95,7 @@ def _bytes(access: Access) -> int:
 
 
 def _moved(operation: Operation) -> int:
-    """All bytes that it reads and writes; an updated buffer counts as both."""
+    """Bytes that an operation reads and writes. A buffer that is updated counts twice."""
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
 
 
@@ -106,14 +107,14 @@ def _nothing(operation: Operation, machine: Machine) -> Work:
 
 
 def _kernel(operation: Operation, machine: Machine) -> Work:
-    """Reads and writes all named buffers, at the speed of the memory."""
+    """Work of reading and writing all operands at memory bandwidth."""
     return Work(machine.launch + _moved(operation) / machine.memory, "multiprocessors")
 
 
 def _matmul(operation: Operation, machine: Machine) -> Work:
     i = operation.instruction
     a, b, dst = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.a, i.b, i.dst))  # type: ignore[attr-defined]
-    is_one = prod(b.shape[:-2]) == 1  # matrix for all: rows of the batch follow one another
+    is_one = prod(b.shape[:-2]) == 1  # if all batches share one matrix, the rows of all batches form one matmul
     count, rows = (1, prod(dst.shape[:-1])) if is_one else (prod(dst.shape[:-2]), dst.shape[-2])
     product = Product(float(count), float(rows), float(a.shape[-1]), float(dst.shape[-1]), a.dtype, bool(i.precision))  # type: ignore[attr-defined]
     return Work(product.seconds(machine), "multiprocessors", product.share(machine))
@@ -158,13 +159,13 @@ def _collective(operation: Operation, machine: Machine) -> Work:
 
 
 def _sent(operation: Operation, size: int, times: int) -> int:
-    """Bytes of a tensor that a rank sends: a ring sends all but its own block, an all-reduce does so twice, and a permute sends all."""
+    """Bytes that a rank sends: a ring sends all blocks but one, an all-reduce does so twice, and a permute sends the whole tensor."""
     ranks = len(operation.process_group)
     return times * size * (ranks - 1) // ranks
 
 
 def _rooted(operation: Operation, machine: Machine) -> Work:
-    """From one rank to all, or from all to one. Each rank holds the whole tensor."""
+    """Work of a broadcast, reduce, gather or scatter: one rank sends to all, or all send to one."""
     i: Any = operation.instruction
     size, ranks = max((_bytes(access) for access in operation.accesses), default=0), len(operation.process_group)
     is_root = operation.peer == operation.rank
@@ -179,22 +180,22 @@ def _permute(operation: Operation, machine: Machine) -> Work:
 
 
 def _between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
-    """Seconds for `size` bytes from one rank to another. They use the network if some ranks are on other hosts."""
+    """Seconds to move `size` bytes between two ranks. The network limits the time if a peer is on another host."""
     seconds = machine.link("collective", 2).seconds(size)
     ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
     return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds
 
 
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
-    """A kernel whose ranks send each other their terms."""
+    """Work of a kernel that exchanges terms with the kernels of other ranks."""
     term, ranks = _bytes(operation.accesses[0]), len(operation.process_group)
     seconds = machine.launch + in_kernel(ranks, term) + _moved(operation) / machine.memory
     return Work(seconds, "kernels", sent=term * (ranks - 1))
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
-    """Sends and recvs that are posted together: in both directions at once; the time is that of the slower one. Collectives follow one
-    another."""
+    """Work of sends and recvs that are posted as a group. Both directions overlap, so the slower one determines the time. Collectives of a
+    group run one after another."""
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":
@@ -229,7 +230,7 @@ def _ordering(operation: Operation, machine: Machine) -> Work:
 
 
 def _forking(operation: Operation, machine: Machine) -> Work:
-    return Work(FORK if operation.waits else 0.0)  # on the stream that waits
+    return Work(FORK if operation.waits else 0.0)  # counted on the stream that waits
 
 
 _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {

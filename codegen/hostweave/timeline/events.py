@@ -1,4 +1,4 @@
-"""Timelines: what every rank does at each time, and the totals of computation, exposed communication and idle time."""
+"""Timelines: the operations that every rank executes over time, and totals of computation, exposed communication and idle time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
-MOST_LINES = 16  # ranks that a text lists
+MOST_LINES = 16  # maximum number of ranks that the text lists
 CALLER = "caller"  # the stream of the caller
 
 
 @dataclass(frozen=True)
 class Event:
-    """One execution of an instruction on one rank. Times are in microseconds from the start of the call.
+    """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
-    `after` has the numbers of the timeline's events that must end before it starts. `meets` has the numbers of the events that must start
-    before it proceeds, including itself, such as a collective on all ranks.
+    `after` has the indices of events that must end before this one starts. `meets` has the indices of events that must start before this
+    one
+    proceeds, including its own. For a collective these are its events on all ranks.
     """
 
     rank: int
     stream: str  # "caller", or "ring[1]"
-    name: str  # the user's: "matmul y_i"
+    name: str  # with the user's names: "matmul y_i"
     kind: str  # one of KINDS
     start: float
     end: float
@@ -38,13 +39,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one rank in a call: microseconds, and bytes that it sends to other ranks."""
+    """Totals of one rank in a call, in microseconds, and the number of bytes that it sends to other ranks."""
 
     rank: int
-    busy: float  # something computes
-    communication: float  # something communicates
+    busy: float  # time in which the rank computes
+    communication: float  # time in which the rank communicates
     exposed: float  # time in which the rank communicates and does not compute
-    idle: float  # neither
+    idle: float  # time in which it does neither
     sent: int
 
 
@@ -53,7 +54,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of all ranks in a call. `basis` is the source of their times.
+    """Events of all ranks in a call. `basis` says where the times come from.
 
     Example: `print(hw.compile(f).predict(sizes={"M": 8192, "K": 8192, "N": 7168}))`.
     """
@@ -65,7 +66,7 @@ class Timeline:
     events: tuple[Event, ...]
     ranks: tuple[int, ...]
     streams: tuple[str, ...]
-    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank, as (time, bytes held from then on); empty if measured
+    memory: tuple[tuple[float, int], ...] = ()  # memory of the first rank as (time, bytes allocated from then on); empty if measured
 
     @cached_property
     def micros(self) -> float:
@@ -74,7 +75,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes that the first rank holds at one time: inputs, outputs and temporaries."""
+        """Peak memory of the first rank in bytes: inputs, outputs and temporaries."""
         return max((held for _, held in self.memory), default=0)
 
     @property
@@ -90,7 +91,7 @@ class Timeline:
         return Totals(rank, busy, length(communicates), length(exposed), self.micros - busy - length(exposed), sum(e.sent for e in own))
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
-        """Its events, in the order in which its host issues them."""
+        """Events of a rank, in the order in which its host issues them."""
         return self._by_rank.get(rank, ())
 
     @cached_property
@@ -107,17 +108,17 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Numbers of the events on the critical path: each is the last to end among the events that the next one needs."""
+        """Indices of the events on the critical path. Among the events that an event waits for, the one that ends last precedes it."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
         while needed := self._needed(path[-1], set(path)):
-            rank = self.events[path[-1]].rank  # if several end at the same time, the event on its own stream
+            rank = self.events[path[-1]].rank  # if several end at the same time, prefers an event of the same rank
             path.append(max(needed, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Events that an event waits for, and the events on other ranks that delayed their meeting."""
+        """Indices of the events that an event waits for. Includes events on other ranks that delayed its collective or signal."""
         event = self.events[number]
         needed = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in needed - seen if self.events[earlier].end <= event.end]
@@ -141,7 +142,7 @@ class Timeline:
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
-    """Intervals in which at least one event runs, in order."""
+    """Intervals in which at least one of the events runs, in order."""
     spans: list[Interval] = []
     for start, end in sorted((event.start, event.end) for event in events):
         if spans and start <= spans[-1][1]:
@@ -152,7 +153,7 @@ def union(events: Iterable[Event]) -> list[Interval]:
 
 
 def without(spans: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The parts of spans that no span of the other list covers. Both lists are sorted and without overlap."""
+    """Parts of the spans that no span of `others` covers. In both lists spans are sorted and do not overlap."""
     left: list[Interval] = []
     for start, end in spans:
         for other_start, other_end in others:

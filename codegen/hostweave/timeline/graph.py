@@ -1,6 +1,6 @@
-"""A fusion as a picture: a row per value, arcs from operands to their users, and the mesh axes that split each dim.
+"""Picture of a fusion: one row per value, arcs from operands to their users, and the mesh axes that shard each dim.
 
-Also the changes of each pass, as differences of texts.
+Also has the changes of each pass as text differences.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import communicates
 from hostweave.timeline.events import COMMUNICATION, COMPUTE
 
-LINE = 18  # pixels of a row
-ARCS = 90  # also the width of the arcs next to the rows
+LINE = 18  # height of a row in pixels
+ARCS = 90  # width of the area for arcs, in pixels
 
 
 @dataclass(frozen=True)
 class GraphRow:
-    """A value, or the head of a function or program, which has no dims."""
+    """A value, or the heading of a function or program, which has no dims."""
 
     text: str  # "%y = matmul(%x, %w)"
-    kind: str  # "head", "input", or one of an event
+    kind: str  # "head", "input", or the kind of an event
     dtype: str = ""
-    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # sizes, and the mesh axes that split each
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # size of each dim, and the mesh axes that shard it
     note: str = ""  # "partial(sum, x)", "async"
     source: str = ""
-    operands: tuple[int, ...] = ()  # numbers of rows
+    operands: tuple[int, ...] = ()  # indices of the operands' rows
 
 
 @dataclass(frozen=True)
 class OpGraph:
-    """The rows of a fusion and of the functions that it calls."""
+    """Rows of a fusion and of the functions that it calls."""
 
     rows: tuple[GraphRow, ...]
     axes: tuple[str, ...]
@@ -46,7 +46,7 @@ class OpGraph:
 
     @property
     def arcs(self) -> Iterator[tuple[int, int, str]]:
-        """The numbers of an operand's row and of its user's, and the path between them."""
+        """Yields for each arc the row of the operand, the row of its user, and the SVG path between them."""
         for user, row in enumerate(self.rows):
             for operand in row.operands:
                 y0, y1 = (LINE * number + LINE // 2 for number in (operand, user))
@@ -55,14 +55,14 @@ class OpGraph:
 
 
 def graph_of(fusion: Fusion) -> OpGraph:
-    """The rows of all bodies, functions first."""
+    """Returns the rows of all bodies. Functions come first."""
     rows: list[GraphRow] = []
     for body in (*fusion.functions, fusion):
         rows.append(GraphRow(f"{'fusion' if body is fusion else 'function'} @{body.name}", "head"))
         number_of: dict[str, int] = {}
         for value in body.inputs:
             number_of[value.name] = len(rows)
-            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # like all inputs
+            rows.append(_row(replace(value, pinned=False), f"%{value.name}", "input"))  # all inputs are pinned
         for op in body.ops:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)
@@ -80,13 +80,13 @@ def _row(value: Value, text: str, kind: str, source: str = "", operands: tuple[i
 
 
 def _text(op: Op) -> str:
-    """The op without the type of its result."""
+    """Text of an op without the type of its result."""
     return f"%{op.result.name} = {str(op).split(' = ', 1)[1]}"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a program's text by a pass: lines of a unified diff, each with its first character."""
+    """Change that a pass made to the text of a program, as lines of a unified diff."""
 
     name: str
     lines: tuple[str, ...]
@@ -104,6 +104,6 @@ def changes_of(stages: Sequence[tuple[str, str]]) -> tuple[Change, ...]:
     """Returns the change of each pass that changed the text."""
     found = []
     for (_, old), (name, new) in pairwise(stages):
-        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # without the names of files
+        lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # without the file names
         found += [Change(name, tuple(lines))] if lines else []
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Measures the timeline of a host program: by marks around its instructions, in a separate build.
+"""Measures the timeline of a host program with marks around its instructions, in a separate build.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -22,7 +22,7 @@ from hostweave.types.mesh import Sizes
 
 
 def marked(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with a mark before and after each instruction that computes or communicates."""
+    """Returns the program with a mark before and after each instruction that computes or communicates."""
     functions = tuple(replace(function, body=_marked(function.body)) for function in program.functions)
     return replace(program, body=_marked(program.body), functions=functions)
 
@@ -30,7 +30,7 @@ def marked(program: ir.HostProgram) -> ir.HostProgram:
 def _marked(body: tree.Body) -> tree.Body:
     found: list[tree.Instruction] = []
     for i in body:
-        if i.work or i.posts or i.grouped:  # members of a group are posted together
+        if i.work or i.posts or i.grouped:  # a group is marked as a whole, because its members are posted together
             mark = ir.Mark(location=i.location)
             found += [mark, i, mark]
         else:
@@ -39,7 +39,7 @@ def _marked(body: tree.Body) -> tree.Body:
 
 
 def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str, marks_ms: Sequence[Sequence[float]]) -> Timeline:
-    """The timeline of a call of `marked(program)`, from the times at which each rank reached its marks, in order."""
+    """Returns the timeline of a call of `marked(program)`. `marks_ms` has, for each rank, the times at which it reached its marks."""
     instances = instantiate(marked(program), sizes)
     ranks = tasks_of(instances, meetings(instances), machine)
     for tasks, times in zip(ranks, marks_ms, strict=True):
@@ -49,7 +49,7 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """An event ends no later than the events that wait for it: an interrupted thread records the end of its work late."""
+    """Makes every event end no later than the events that wait for it. A host thread that is interrupted records an end too late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
@@ -66,7 +66,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Gives the tasks between two marks their times. The operations of a group are one task; a rank may have no event of it."""
+    """Assigns the measured times to the tasks between two marks. A group is one task. A rank that takes no part in it may have no task."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []
@@ -83,7 +83,7 @@ def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
 
 
 def _align(ranks: list[list[SimulatedTask]]) -> None:
-    """Shifts the clocks of ranks by the smallest amounts such that no rank receives data before it is sent."""
+    """Shifts the clocks of the ranks by the smallest amounts for which no rank receives data before it was sent."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [
         (task, other, other.start) for task in timed for gathering in task.meets for other in gathering.tasks
@@ -94,7 +94,7 @@ def _align(ranks: list[list[SimulatedTask]]) -> None:
         if other.is_done and task.operation.rank != other.operation.rank
     ]
     late = [0.0] * len(ranks)
-    for _ in ranks:  # a rank may be late because another rank is late
+    for _ in ranks:  # repeated, because a shift of one rank may require a shift of another
         for rank, other, seconds in least:
             late[rank] = max(late[rank], late[other] + seconds)
     for task in timed:

@@ -1,4 +1,4 @@
-"""Layout of a picture of timelines: lanes of ranks and streams, with the prediction above the measurement."""
+"""Layout of a picture of timelines: one row per rank and stream, with the prediction above the measurement."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import floor, log10
 
 from hostweave.timeline.events import WAITING, Event, Timeline
 
-WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: sizes of the picture, of the names of lanes, and of the axis
+WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the row names, height of the axis
 LANE, GAP = 18, 10
-MEMORY = 48  # height of the maximum memory, in pixels
-LETTER = 6.2  # pixels of one character
-MOST_RANKS = 16  # most ranks in a picture
+MEMORY = 48  # height of the peak memory, in pixels
+LETTER = 6.2  # width of a character in pixels
+MOST_RANKS = 16  # maximum number of ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 APART = 4.0  # timelines get separate scales if their lengths differ by more than this factor
 
@@ -22,7 +22,7 @@ APART = 4.0  # timelines get separate scales if their lengths differ by more tha
 class StreamRow:
     """One stream of one rank in one timeline."""
 
-    number: int  # number of the timeline
+    number: int  # index of the timeline
     rank: int
     stream: str
     y: int
@@ -31,10 +31,10 @@ class StreamRow:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: an event, or a time in which a rank communicates and does not compute."""
+    """A rectangle: an event, or an interval of exposed communication."""
 
-    number: int  # number of the timeline
-    event: int  # its number, -1 of exposed communication
+    number: int  # index of the timeline
+    event: int  # index of the event; -1 for exposed communication
     start: float  # microseconds
     end: float
     x: float
@@ -53,7 +53,7 @@ class Box:
 
 
 class Picture:
-    """The shapes of one or two timelines of a program, in pixels."""
+    """Shapes of one or two timelines of a program, in pixels."""
 
     width, left, top, lane = WIDTH, LEFT, TOP, LANE
 
@@ -95,7 +95,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """Predicted memory of the first rank: a bar between two changes, whose height is the number of bytes."""
+        """Predicted memory of the first rank. Each bar spans the time between two changes, and its height is proportional to the bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
@@ -115,7 +115,7 @@ class Picture:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Boxes of all events of the ranks that the picture shows."""
+        """Boxes of all events, for the ranks that the picture shows."""
         y_of = {(lane.number, lane.rank, lane.stream): lane.y for lane in self.lanes}
         critical = [set(timeline.critical_path) for timeline in self.timelines]
         return [
@@ -137,7 +137,7 @@ class Picture:
 
     @cached_property
     def shades(self) -> list[Box]:
-        """Shaded areas of exposed communication, over all lanes of a rank."""
+        """Shaded areas of exposed communication, over all rows of a rank."""
         return [
             Box(number, -1, round(start, 3), round(end, 3), x := self.x(number, start), y, self.x(number, end) - x, height, "exposed")
             for number, timeline in enumerate(self.timelines)
@@ -152,19 +152,19 @@ class Picture:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Ticks of the first timeline's axis: position and text."""
+        """Ticks on the axis of the first timeline, as (position, text)."""
         at = [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
         return [(x, text if x + LETTER * len(text) < WIDTH else "") for x, text in at]
 
 
 def in_units(size: int) -> str:
-    """Bytes as a short text: "67.1 MB"."""
+    """Formats a number of bytes as a short text, such as "67.1 MB"."""
     unit = next((unit for unit, name in UNITS if size >= unit), 1)
     return f"{size / unit:.3g} {dict(UNITS)[unit]}"
 
 
 def ticks(span: float) -> Iterator[float]:
-    """About eight round numbers from 0 to `span`."""
+    """Yields about eight round numbers from 0 to `span`."""
     if span <= 0:
         return
     power = 10 ** floor(log10(span / 8))

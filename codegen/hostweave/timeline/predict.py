@@ -1,4 +1,4 @@
-"""Predicts the timeline of a host program: simulates its operations at some sizes on a machine, from the machine's figures alone."""
+"""Predicts the timeline of a host program by simulating its operations at given sizes, from the figures of a machine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """The timeline of one call of `program`, which all ranks start at the same time. It does not include the time of the hosts.
+    """Returns the timeline of one call that all ranks start at the same time. Time that the hosts take is not included.
 
     Raises ProgramError if ranks or chunks do not divide a size, or if the ranks need several hosts and the machine has no network.
     """
     if program.mesh.size > HOST and machine.network is None:
-        why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} state no network"
+        why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
         raise ProgramError(f"{program.name}: predict: {why}; give {example}")
     instances = instantiate(program, sizes)
     ranks = tasks_of(instances, meetings(instances), machine)
     play(ranks)
     network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
-    found = timeline_of(program, sizes, f"predicted by the figures of {machine.name}{network}", ranks)
+    found = timeline_of(program, sizes, f"predicted from the figures of {machine.name}{network}", ranks)
     return replace(found, memory=tuple(_memory(ranks[0], instances.roots[0])))
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
-    """Memory of a rank as (time, bytes held from then on). It holds inputs and outputs all the time, and temporaries from allocate to
-    deallocate."""
+    """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs are allocated all the time, temporaries
+    between
+    allocate and deallocate."""
     held = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, held
@@ -50,7 +51,7 @@ def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[t
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
-    """The events of tasks whose times are known. Tasks that neither work nor wait for a signal are not shown."""
+    """Returns the events of tasks whose times are known. Tasks that neither work nor wait for a signal are omitted."""
     shown = [task for tasks in ranks for task in tasks if is_shown(task)]
     numbers = {task: number for number, task in enumerate(shown)}
     behind = _Behind(numbers)
@@ -66,17 +67,18 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Joins the parts of an operation. Returns a single part itself, so that all ranks of a collective share one tuple."""
+    """Concatenates the indices of an operation's parts. A single part is returned unchanged, so that all ranks of a collective share a
+    tuple."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
 def is_shown(task: SimulatedTask) -> bool:
-    """True if a task is an event of the timeline."""
+    """True if the timeline has an event for a task."""
     return bool(task.work.engine) or task.operation.instruction.posts == "wait_signal"
 
 
 class _Behind:
-    """Numbers of the events that a task waits for, through tasks that are not shown."""
+    """Indices of the events that a task waits for. Tasks that are not shown are replaced by the tasks that they wait for."""
 
     def __init__(self, numbers: dict[SimulatedTask, int]):
         self.numbers, self.known = numbers, dict[SimulatedTask, tuple[int, ...]]()
@@ -99,7 +101,7 @@ def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) 
 
 
 def name_of(operation: Operation) -> str:
-    """Name for the user: op and result, such as `matmul y_i`. A group gives the names of all its members."""
+    """Name of an operation for users: op and result, such as `matmul y_i`. The name of a group lists its members."""
     if operation.members:
         return ", ".join(dict.fromkeys(map(name_of, operation.members)))
     i = operation.instruction

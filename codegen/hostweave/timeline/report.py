@@ -1,4 +1,4 @@
-"""Reports of timelines for users: the prediction and the measurement, as a page, for Perfetto, and as a picture."""
+"""Reports that compare a predicted timeline with a measured one, as HTML page, Perfetto trace or picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostweave.timeline.picture import MOST_RANKS, Picture
 
 @dataclass(frozen=True)
 class Comparison:
-    """The executions of one instruction: their mean times in microseconds, predicted and measured."""
+    """Mean predicted and mean measured time of an instruction over its executions, in microseconds."""
 
     name: str
     kind: str
@@ -32,23 +32,23 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a fraction of the measured time; negative if it is too short."""
+        """Error of the prediction as a fraction of the measured time. Negative if the prediction is too short."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """The predicted timeline of a program and, after a measurement, the measured one.
+    """The predicted timeline of a program, and the measured timeline if there is one.
 
-    `str` gives the totals. In a notebook it is a picture.
+    `str` shows the totals. Notebooks show a picture.
 
     Example: `hw.compile(f).timeline(x, w).save("f.html")`.
     """
 
     predicted: Timeline
     measured: Timeline | None = None
-    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion before it is lowered
-    changes: tuple[Change, ...] = field(default=(), repr=False)  # changes of each pass
+    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion in its last stage before lowering
+    changes: tuple[Change, ...] = field(default=(), repr=False)  # change that each pass made
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -56,14 +56,15 @@ class Report:
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a fraction of the call's measured time. Raises ArgumentError if nothing was measured."""
+        """Error of the prediction as a fraction of the measured time of the call. Raises ArgumentError if nothing was measured."""
         if self.measured is None:
             raise ArgumentError(f"{self.predicted.program}: nothing was measured; pass arrays to timeline(...)")
         return self.predicted.micros / self.measured.micros - 1
 
     @cached_property
     def differences(self) -> tuple[Comparison, ...]:
-        """Errors of the instructions that work, in order, over all ranks and steps of loops; empty if nothing was measured."""
+        """Compares the predicted and measured times of each instruction, over all ranks and loop iterations. Empty if nothing was
+        measured."""
         found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
         measured = self.measured.events if self.measured else ()
         for one, other in zip(self.predicted.events, measured, strict=False):
@@ -90,39 +91,40 @@ class Report:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Writes a file whose kind follows from its name: `.html`, a page that needs no network; `.json`, for Perfetto; `.svg`.
+        """Writes the report to a file. Its ending selects the format: `.html` (a page that needs no network), `.json` (for Perfetto) or
+        `.svg`.
 
-        Raises ArgumentError for another name, and for a file that cannot be written.
+        Raises ArgumentError for any other ending, and for a file that cannot be written.
         """
         path, kinds = Path(path), {".html": self.html, ".json": self.perfetto, ".svg": self.svg}
         if path.suffix not in kinds:
-            raise ArgumentError(f"{path}: a timeline is saved as {', '.join(kinds)}; give the file one of these endings")
+            raise ArgumentError(f"{path}: a timeline cannot be saved in this format; use one of the endings {', '.join(kinds)}")
         try:
             path.write_text(kinds[path.suffix](), "utf-8")
         except OSError as error:
             raise ArgumentError(f"{path}: {error.strerror}; choose a writable file") from None
 
     def html(self) -> str:
-        """The page, which is one file."""
+        """Returns the report as a self-contained HTML page."""
         return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=self._data())
 
     def svg(self) -> str:
-        """The picture alone."""
+        """Returns the picture as SVG."""
         return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
 
     def perfetto(self) -> str:
-        """Chrome's trace events as JSON, which ui.perfetto.dev opens: one process per rank, one thread per stream."""
+        """Returns the report in Chrome's JSON trace format, which ui.perfetto.dev opens. A rank is a process, and a stream is a thread."""
         events = [event for number, timeline in enumerate(self.timelines) for event in _traced(number, timeline)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 
     def _data(self) -> Mapping[str, Any]:
-        """Text that the page shows for the event under the mouse."""
+        """Data of the events, which the page shows for the event under the mouse."""
         ranks = set(self.predicted.ranks[:MOST_RANKS])
         return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
-    """The events of these ranks by number, with their dependencies on one another."""
+    """Returns the events of these ranks by index. Their dependencies are reduced to events of these ranks."""
     known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
     met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
     return {
@@ -143,7 +145,7 @@ def _laid_out(template: str, **values: Any) -> str:
 
 
 def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Trace events: one process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
+    """Yields trace events: a process for each rank of each timeline, its events, and an arrow for each dependency between streams."""
     threads = {stream: at for at, stream in enumerate(timeline.streams)}
     offset = number * (max(timeline.ranks) + 1)
     for rank in timeline.ranks:

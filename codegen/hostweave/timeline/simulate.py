@@ -1,8 +1,8 @@
-"""Plays the operations of all ranks on a machine: when each operation starts, and how long it takes while others run.
+"""Simulates the operations of all ranks on a machine: when each starts, and how long it takes while others run.
 
-A stream takes one operation after another. An operation that waits for an event or a signal starts after it. A communication proceeds when
-all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy, links evenly;
-computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
+A stream executes one operation after another. An operation that waits for an event or a signal starts after it. A communication proceeds
+once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy, links
+evenly. Computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """Tasks of several ranks that must all start before one of their communications proceeds."""
+    """Tasks of several ranks that must all have started before a communication of one of them proceeds."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]
@@ -34,21 +34,21 @@ class Gathering:
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """One operation and its progress: it starts when it is the turn of its stream, and it ends when its work is done."""
+    """One operation and its progress. It starts when its stream reaches it, and ends when its work is done."""
 
     operation: Operation
     work: Work
     after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
     followers: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Gathering] = field(default_factory=list)  # meetings that must be complete before its work begins
-    completes: list[Gathering] = field(default_factory=list)  # meetings that it must reach
+    meets: list[Gathering] = field(default_factory=list)  # gatherings that must be complete before its work begins
+    completes: list[Gathering] = field(default_factory=list)  # gatherings that wait for its start
     blocked: int = 0
     expected: int = 0
     start: float = -1.0
     end: float = -1.0
-    left: float = 0.0  # seconds of work alone
-    rate: float = 0.0  # part of the work done per second
-    since: float = 0.0  # time at which `left` had its value
+    left: float = 0.0  # remaining work, in seconds if it ran alone
+    rate: float = 0.0  # seconds of work done per second
+    since: float = 0.0  # time at which `left` was computed
 
     @property
     def is_done(self) -> bool:
@@ -56,7 +56,7 @@ class SimulatedTask:
 
 
 def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Machine) -> list[list[SimulatedTask]]:
-    """The tasks of every rank in the order of issue, with their dependencies."""
+    """Returns the tasks of every rank in the order of issue, with their dependencies."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
     ranks = []
     for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
@@ -68,25 +68,25 @@ def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Ma
 
 
 def play(ranks: list[list[SimulatedTask]]) -> None:
-    """Computes the times of all tasks, in seconds."""
+    """Computes the start and end of all tasks, in seconds."""
     _Machine(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # starts to wait when its stream reaches it
+        if task.operation.instruction.posts == "wait_signal":  # the wait starts when its stream reaches it
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Tasks of one rank. Each follows the last task on its stream, its dependencies, and the last communication if communications are
-    serialised."""
+    """Returns the tasks of one rank. Each follows the last task of its stream and its dependencies. If communications are serialised, a
+    communication also follows the previous one."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
-    engine: dict[object, str] = {}  # stream -> the engine that it used last
+    engine: dict[object, str] = {}  # stream -> engine that its last operation used
     posted: SimulatedTask | None = None
     has_met = False
     for operation in operations:
         work = work_behind(operation, machine, engine.get(operation.stream, ""))
         for name in tree.names(operation.instruction, "launch"):
-            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # otherwise a kernel of the user
+            work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # a user kernel is not in `kernels`
         if work.kind == COMMUNICATION and not has_met:
             late = 0.0 if any(engine.values()) else FIRST
             work, has_met = replace(work, seconds=work.seconds + late), True
@@ -116,7 +116,7 @@ def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -
     awaited: tuple[Operation, ...] = ()
     gathering: Gathering | None = None
     for part, task in zip(meeting.parts, tasks, strict=True):
-        if gathering is None or meeting.awaited(part) is not awaited:  # one object for all tasks that await the same operations
+        if gathering is None or meeting.awaited(part) is not awaited:  # tasks that wait for the same operations share one object
             awaited = meeting.awaited(part)
             others = list(dict.fromkeys(task_of[other] for other in awaited))
             gathering = Gathering(others, [], len(others))
@@ -128,13 +128,13 @@ def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -
 
 
 class _Machine:
-    """The clock, and the running tasks of every rank."""
+    """The simulated clock, and the running tasks of every rank."""
 
     def __init__(self, ranks: list[list[SimulatedTask]]):
         self.ranks = ranks
         self.now = 0.0
         self.running: dict[int, list[SimulatedTask]] = defaultdict(list)
-        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # a heap of the predicted ends of tasks, at their rates of that time
+        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # heap of (end at this rate, serial number, task, rate)
         self.pushed = 0
 
     def run(self) -> None:
@@ -143,14 +143,14 @@ class _Machine:
             end, _, task, rate = heapq.heappop(self.ends)
             if task.is_done or task.rate != rate or end < task.since:
                 continue
-            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # its rate has fallen since
+            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # the rate of the task has decreased since
                 self.push(expected, task)
                 continue
             self.now = end
             self.finish(task)
 
     def start(self, ready: list[SimulatedTask]) -> None:
-        """Starts tasks, and all tasks that can start immediately because these take no time."""
+        """Starts tasks, and then all tasks that can start because a started one takes no time."""
         while ready:
             task = ready.pop()
             task.start = self.now
@@ -176,14 +176,14 @@ class _Machine:
         self.start(ready)
 
     def done(self, task: SimulatedTask) -> list[SimulatedTask]:
-        """The tasks that may start now."""
+        """Ends a task. Returns the tasks that may start now."""
         task.end = self.now
         for follower in task.followers:
             follower.blocked -= 1
         return [follower for follower in task.followers if not follower.blocked and follower.start < 0]
 
     def share(self, rank: int) -> None:
-        """Sets the rates of the running tasks of a rank."""
+        """Sets the rates of a rank's running tasks."""
         running = self.running[rank]
         on = {engine: [t for t in running if t.work.engine == engine] for engine in ("multiprocessors", "kernels", "copies")}
         filled = max(1.0, sum(t.work.share for t in on["multiprocessors"]))
@@ -191,7 +191,7 @@ class _Machine:
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # it is not delayed if it leaves multiprocessors free
+                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # no slowdown if it leaves multiprocessors free
             elif task.work.engine == "kernels":
                 slower = kernels_beside(max(map(_ranks, (task.operation, *task.operation.members)))) if on["multiprocessors"] else 1.0
                 rate = 1 / (len(on["kernels"]) * slower)

@@ -1,8 +1,8 @@
-"""Cost model: predicted time of ops and chunk loops on one rank, by the figures of a machine.
+"""Cost model: predicts the time of ops and chunk loops on one rank, from the figures of a machine.
 
-The time of a matmul is that of its waves of tiles, or of reading its operands if that is longer. Any other op takes the time to read and
-write its operands and result. Source: Williams, Waterman and Patterson, "Roofline", 2009. A chunk loop is simulated: matmuls run one after
-another, communications too, and each starts as soon as its operands are ready.
+A matmul takes the time of its waves of tiles, or the time to read its operands if that is longer. Any other op takes the time to read its
+operands and to write its result (Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is simulated: matmuls run one after
+another, and so do communications. Each of them starts when its operands are ready.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from hostweave.types.size import product
 from hostweave.types.tensor import BufferType, DType
 from hostweave.types.zigzag import Zigzag
 
-# Tiles of a matmul's result: rows, columns, and speed relative to tiles of 128 x 256.
+# Tiles of a matmul's result: (rows, columns, speed relative to tiles of 128 x 256).
 TILES = (
     *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
-SPLITS = (1, 2, 4, 8)  # numbers of parts into which the inner dim is split if there are few tiles
-# Hostweave's kernels compute grouped matmuls: by warpgroups, or for few rows per group. They transpose the rows of an outer product.
+SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split if there are few tiles
+# Hostweave's own kernels compute grouped matmuls: by warpgroups, or with another kernel if groups have few rows. An outer product has to
+# transpose its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATES = 0.85  # share of the multiprocessors that must read to reach the full memory bandwidth
-READS = 0.93  # read bandwidth of a memory-bound matmul, relative to a copy kernel; matmuls of few rows reach the full bandwidth
-MOST_WEIGHTS = 2**26  # for a matmul of few rows by Hostweave's kernel: hw::kMostWeights
+SATURATES = 0.85  # fraction of the multiprocessors that have to read to reach the full memory bandwidth
+READS = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
+MOST_WEIGHTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
 EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
-PACKETS = 190e9  # bytes per second that the kernel sends; half of them are payload
-ATTENTION = 0.74  # share of the tensor cores' rate that 16-bit attention reaches; our own kernels take about 32 times as long
-ATTENTION_ROWS = 128  # rows of a head in one block; with a causal mask the last block sees the most columns and finishes last
+PACKETS = 190e9  # bytes per second that such a kernel sends; half of them are payload
+ATTENTION = 0.74  # fraction of the tensor cores' peak that 16-bit attention reaches; Hostweave's kernels take about 32 times as long
+ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ ATTENTION_ROWS = 128  # rows of a head in one block; with a causal mask the last
 
 @dataclass(frozen=True)
 class Product:
-    """Matmul of one rank: `count` products of [rows, inner] and [inner, columns]."""
+    """The local matmul of one rank: `count` products of [rows, inner] and [inner, columns]."""
 
     count: float
     rows: float
@@ -61,7 +62,7 @@ class Product:
 
     @property
     def rate(self) -> float:
-        """Rate of its dtype relative to 16-bit floats."""
+        """Rate for its dtype relative to the rate for 16-bit floats."""
         return {1: 2.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
 
     def seconds(self, machine: Machine) -> float:
@@ -70,8 +71,9 @@ class Product:
         return machine.launch + self._fastest(machine)[0]
 
     def share(self, machine: Machine) -> float:
-        """Part of the GPU that it occupies, from 0 to 1; another product can use the rest. It is the larger one of its share of
-        multiprocessors and its share of the memory bandwidth.
+        """Fraction of the GPU that it occupies, from 0 to 1. Another matmul can use the rest.
+
+        It is the fraction of multiprocessors, or the fraction of memory bandwidth if that is larger.
         """
         if not self.count * self.rows * self.columns:
             return 1.0
@@ -81,27 +83,29 @@ class Product:
 
     @property
     def is_of_few_rows(self) -> bool:
-        """True if Hostweave's kernel for few rows computes it."""
+        """True if Hostweave's kernel for matmuls with few rows computes it."""
         few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
     def _fastest(self, machine: Machine) -> tuple[float, float, float]:
-        """Seconds with the fastest tiles, the number of their thread blocks, and the seconds of their computation."""
+        """Returns (seconds, thread blocks, seconds of computing) for the fastest tiles."""
         return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
 
     def _moved(self, machine: Machine) -> float:
-        """Seconds to read the operands and to write the result."""
+        """Seconds to read the operands and write the result."""
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else READS))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
-        """One of `chunks` equal parts of the matmul, split by rows or by columns."""
+        """Returns one of `chunks` equal parts of the matmul, split along the rows or the columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
-        """Seconds, number of thread blocks and seconds of computing with one tile shape and split-K.
+        """Returns (seconds, thread blocks, seconds of computing) for one tile shape and split-K.
 
-        `parts` multiprocessors share a tile, and their f32 results are added afterwards. Few blocks read slower than the memory.
+        With split-K, `parts` thread blocks compute partial sums of a tile in f32, which are added afterwards. Few thread blocks do not
+        reach the
+        full memory bandwidth.
         """
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
@@ -115,7 +119,7 @@ class Product:
 
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
-    """Local matmul of an op on one rank."""
+    """Returns the local matmul that an op computes on one rank."""
     values = fusion.values()
     if op.kind in GROUPED:
         x, other, groups = (list(map(float, local_dims(values[op.tensors[i]].type, fusion.mesh, sizes))) for i in (0, 1, 2))
@@ -124,14 +128,14 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
     contracted = op[CONTRACTED] if op.kind == "matmul" else 1
     inner = prod(left[len(left) - contracted :])
-    # one matrix for all batches: the rows of the batches form one matrix
+    # if all batches share one matrix, the rows of all batches form one matmul
     is_one = len(values[op.tensors[1]].type.dims) == contracted + 1
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
 
 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
-    """Grouped matmul of one rank, with equally many rows in each group."""
+    """Returns a grouped matmul of one rank, with the same number of rows in each group."""
     rows = x[0] / max(groups, 1)
     shape = (x[1], rows) if is_outer else (rows, x[1])
     return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))
@@ -142,37 +146,38 @@ def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], i
 
 @dataclass(frozen=True)
 class Attended:
-    """Seconds of attention on one rank: heads, rows and columns. With a causal mask, the rows are the last rows of the sequence."""
+    """Attention on one rank. With a causal mask, the rows are the last rows of the sequence."""
 
     heads: float
     rows: float
     columns: float
     width: float  # elements in a row of keys plus a row of values
     is_causal: bool
-    is_balanced: bool = False  # rows are in zigzag: each block of keys is half masked, and gathered keys take two calls
+    is_balanced: bool = False  # zigzag order: each block of keys is half masked, and gathered keys need two calls
     speed: float = ATTENTION
-    products: float = 2.0  # matmuls of the size of the scores per element of a row; gradients have more
+    products: float = 2.0  # number of matmuls of the size of the score matrix; gradients have more
 
     def seconds(self, machine: Machine) -> float:
-        if self.is_balanced:  # the first piece of the first rank, and its last one
+        if self.is_balanced:  # the first rank has the first and the last piece of the sequence
             piece = replace(self, rows=self.rows / 2, is_balanced=False)
             return replace(piece, columns=piece.rows).seconds(machine) + piece.seconds(machine)
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
         of_score = self.products * self.width / (machine.flops * self.speed)
         waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
-        # with fewer rows the keys are split
+        # with fewer rows the keys are split over thread blocks
         longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
-        """Attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag, half of any other block is
-        masked."""
+        """Returns the attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag order, half of any
+        other block
+        is masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
 def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
-    """Local attention of an op on one rank. For one of the three gradients it is a third of the backward pass."""
+    """Returns the local attention that an op computes on one rank. Each of the three gradients counts as a third of the backward pass."""
     types = [value.type for value in map(fusion.values().__getitem__, op.tensors[:3])]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
@@ -183,10 +188,11 @@ def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
-    """Extra seconds around an attention with sharded keys: with gathered keys, and with blocks of keys.
+    """Extra seconds of an attention with sharded keys, as (with gathered keys, with one block of keys per rank).
 
-    In sequence a second gather starts and the gathered keys are copied to their layout. With blocks a rank packs its own keys and values,
-    and joins all results. `gathered` and `result` are in bytes.
+    With gathered keys, a second gather starts, and the gathered keys are copied to the layout of attention. With blocks, a rank packs its
+    own
+    keys and values, and combines all results. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
@@ -198,9 +204,9 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 
 
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
-    """Predicted seconds of each op alone on the machine, by the name of its result. Unstated sizes count as 4096.
+    """Predicts the time in seconds that each op takes alone on the machine. Keys are the names of the results. Missing sizes count as 4096.
 
-    A view takes no time. A call takes the sum of its function's ops.
+    A view takes no time. A call takes as long as all ops of its function together.
     """
     functions: dict[str, float] = {}
     for body in fusion.functions:
@@ -232,40 +238,40 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 
 
 def _ranks(op: Op, mesh: Mesh) -> int:
-    """Number of ranks that communicate, on the mesh of the operand."""
+    """Number of ranks that communicate along the axes of a reshard step."""
     axes = step_of(op).axes
     return mesh.size_of(axes) if axes else 2
 
 
 def in_kernel(ranks: int, size: float) -> float:
-    """Seconds of an all_reduce of `size` bytes inside the kernel that uses it. Each rank sends its term to every other rank."""
+    """Seconds of an all_reduce of `size` bytes inside the kernel that consumes it. Each rank sends its term to every other rank."""
     return EXCHANGE + 2 * size * (ranks - 1) / PACKETS
 
 
 def most_in_kernel(machine: Machine, ranks: int) -> int:
-    """Largest size in bytes, a power of 2, at which `in_kernel` is faster than a collective. 0 if it never is."""
+    """Largest power of 2, in bytes, for which `in_kernel` is faster than a collective. 0 if there is none."""
     sizes = (ir.EXCHANGE_BYTES >> halved for halved in range(ir.EXCHANGE_BYTES.bit_length()))
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 
 
 def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
-    """Largest number of elements that the consuming kernel sums over the ranks itself; 0 if it should not."""
+    """Largest number of elements for which the consuming kernel should sum the terms of all ranks itself. 0 if it never should."""
     if type.dtype.name not in ir.EXCHANGED or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, ranks) // type.dtype.itemsize
-    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # keeps the condition on the size simple
+    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # others need a complex run-time condition
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 
 
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
-    """Seconds of the extra copies of a gather by copy engines: to copy a rank's own shard, and to lay out all shards.
+    """Extra seconds of a gather by copy engines, as (copying the rank's own shard, rearranging all shards).
 
-    Copy engines do not move it. No transport interleaves shards along a dim that is not outermost.
+    Copy engines do not move the rank's own shard. No transport can interleave shards along a dim that is not the outermost.
     """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out
 
 
 def cost_by_shards(machine: Machine, whole: Product, ranks: int) -> float:
-    """Extra seconds of one matmul per shard of the columns, compared with a single matmul."""
+    """Extra seconds of computing one matmul per shard of the columns instead of a single matmul."""
     return max(0.0, ranks * whole.chunk(ranks, rows=False, is_own=False).seconds(machine) - whole.seconds(machine))

@@ -1,4 +1,4 @@
-"""Text of `Program.explain`: how each communication and attention is done, the alternatives, and why."""
+"""Text of `Program.explain`: how each communication and attention is executed, the alternatives, and the reason."""
 
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -19,9 +19,9 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Explains the program: one line per communication and attention, functions first.
+    """Explains the program. Each communication and each attention has a line. Functions come first.
 
-    `fusion` is the last stage before the host IR, and `host` is the host IR made from it.
+    `fusion` is the last stage before the host IR, and `host` is the host IR that it was lowered to.
     """
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
@@ -34,13 +34,13 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
 
 def _basis(options: Options) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
-    other = f"; {options.figures.stands_for} has none: run hostweave calibrate" if options.figures.stands_for else ""
-    yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}{other}"
+    other = f"; there are none of {options.figures.stands_for}: run hostweave calibrate" if options.figures.stands_for else ""
+    yield f"times predicted from the figures of {options.figures.name}, at {sizes or 'no stated sizes'}{other}"
     faster = options.transport_carrying(SIGNALS)
     if faster is None:
-        yield f'two-sided transport alone, by transport="{DEFAULT}"'
+        yield f'only two-sided transport, because of transport="{DEFAULT}"'
     elif why := faster.why_not(options.figures):
-        yield f"two-sided transport alone: {why}"
+        yield f"only two-sided transport: {why}"
     else:
         yield f"transport {faster.name} where it is faster"
 
@@ -53,29 +53,29 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     times = seconds(body, options.sizes, options.figures, options.tf32)
     for choice in chosen.values():
         if choice.value not in types:
-            yield f"%{choice.value} of keys in zigzag, and their values: in sequence{times_of(choice)}"
+            yield f"%{choice.value} of keys in zigzag order, and the same of their values: in sequence{times_of(choice)}"
     for place, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
-            yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, which would be in the same loop"
+            yield f"%{name} = all_gather of %{op.tensors[0]}: like %{with_keys[name]}, with which it would share a loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, place, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
-                how = f"up to {most} bytes in the kernel that uses it, which exchanges the terms; larger ones {how}"
+                how = f"up to {most} bytes in the kernel that consumes it, which exchanges the terms; above that, {how}"
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
-            joined = ", of the keys on each rank; their results are joined by log-sum-exps" if op[KEY_BLOCKS] else ""
+            joined = "; each rank attends to its own keys, and the results are combined by log-sum-exps" if op[KEY_BLOCKS] else ""
             if op.result.stream:
-                joined = f", to the keys of {op[KEY_BLOCKS]} ranks as they come, joined by log-sum-exps"
+                joined = f"; the keys of {op[KEY_BLOCKS]} ranks are used as they arrive, and the results are combined by log-sum-exps"
             is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
             by = f"a kernel of this package{', without tensor cores' * (types[name].dtype == f32)}" if is_own else "one call of the library"
-            yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
+            yield f"%{name} = attention: {by}, which does not store the matrix of scores{joined}"
         elif is_composed(op):
-            yield f"%{name} = scaled_matmul: composed of casts, a matmul and multiplications, since {_why_composed(op, types, options)}"
+            yield f"%{name} = scaled_matmul: composed of casts, a matmul and multiplications, because {_why_composed(op, types, options)}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
-            why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask that is not of its dtype"
-            yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
+            why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask of another dtype"
+            yield f"%{name} = matmul: attention is composed of matmuls and a softmax, because {why}"
 
 
 def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:
@@ -87,7 +87,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
-    """Part of a communication that other ops could hide, if too small for a separate stream; otherwise ""."""
+    """Says how much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
     could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
     if body.ops[place].result.is_async or could >= HIDDEN_SECONDS:
         return ""
@@ -104,7 +104,7 @@ def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candi
             taken = f"overlapped with other ops on a separate stream by {by}{apart}"
         return f"{taken}{times_of(choice)}"
     if loop and (algorithm := op.result.walked.algorithm):
-        return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as stated"
+        return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as the program states"
     return f"{alone}: {_why_not(loop, candidate, options, hidden)}"
 
 
@@ -121,13 +121,13 @@ def times_of(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Reason why a faster algorithm was not chosen: it gains too little, or another one was stated."""
+    """Reason why a faster alternative was not chosen: it gains too little, or the user requested another one."""
     is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
-    return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", and this way was stated"
+    return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 
 
 def _loop(way: Way, options: Options) -> str:
-    chunks = f"{way.chunks} chunks" if way.chunks else "one by one"
+    chunks = f"{way.chunks} chunks" if way.chunks else "one index at a time"
     return f"{chunks} by {way.algorithm}, {transport_of(way, options).name}"
 
 
@@ -141,5 +141,5 @@ def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Optio
         return f"no adjacent matmul gathers or reduces along its outermost dim and is its first consumer, and {of_keys}{hidden}"
     if candidate.unknown:
         stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
-        return f"sizes are not known; state them for a chunk loop, hw.Options(sizes={{{stated}}})"
+        return f"sizes are unknown; state them to allow a chunk loop: hw.Options(sizes={{{stated}}})"
     return f"its matmul is in the loop of another communication{hidden}"

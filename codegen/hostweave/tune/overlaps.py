@@ -1,4 +1,4 @@
-"""Candidates for overlap: reshards that matmuls or attention can hide in a chunk loop, with the predicted time of each way."""
+"""Candidates for overlap: reshards that a chunk loop can hide behind matmuls or attention, with the predicted time of each alternative."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,28 +25,28 @@ from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
-MARGIN = 0.95  # a loop may take at most this share of the sequential time to be chosen
-LEAST_GAIN_MICROS = 5.0  # microseconds that a loop must gain; smaller gains are within the model's error and cost the host more launches
-HIDDEN_SECONDS = 10e-6  # seconds of a communication that must be hidden outside of loops: the cost of a fork and a wait, with a margin
+MARGIN = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
+LEAST_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
+HIDDEN_SECONDS = 10e-6  # minimum time to hide outside of loops, in seconds: a fork and a wait cost less
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in chunks next to matmuls. Chunks cut `dim` of the results.
+    """A reshard that can run in chunks next to matmuls. Chunks split dim `dim` of the results.
 
-    If the reshard gathers keys, `matmuls` is the attention, and `dim` is a dim of the keys. The values are gathered in the same loop.
+    If the reshard gathers keys, `matmuls` is the attention, and `dim` is the keys' sequence dim. The values are gathered in the same loop.
     """
 
     reshard: Op
     matmuls: tuple[Op, ...]
     dim: int
     ranks: int
-    size: Size  # global size of the dim that is cut
+    size: Size  # global size of the dim that is split
     shards: int  # number of shards of that dim during the loop
-    unknown: tuple[str, ...]  # sizes that it depends on and that are not stated
-    is_even: bool  # True if all sharded dims are known to divide evenly, as windows require
+    unknown: tuple[str, ...]  # names of needed sizes that are not stated
+    is_even: bool  # True if all sharded dims are known to divide evenly, which windows require
     keys: GatheredKeys | None = None
 
     @property
@@ -55,12 +55,12 @@ class Candidate:
 
     @property
     def streamed(self) -> tuple[Op, ...]:
-        """The ops that a user would mark with `.stream()`."""
+        """Ops that a user would mark with `.stream()` for this loop."""
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Candidates of a body, in order. Each reshard must be a single communication."""
+    """Yields the candidates of a body, in order. Each reshard must be a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -103,9 +103,10 @@ class _Finder:
         return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Other consumers read it after the loop.
+        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Others read it after the
+        loop.
 
-        All operands of the matmuls are computed before the first of them.
+        All operands of these matmuls must be computed before the first of them.
         """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
@@ -126,7 +127,7 @@ class _Finder:
         return is_rows and all(place < (self.place[first.result.name] if first else 0) for place in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """The matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
+        """Returns the matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
         matmul, dim = self.producer.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -168,7 +169,7 @@ class _Finder:
 
 
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
-    """All ways to do a candidate, fastest first: outside of a loop by a collective or by copies, and in chunks by each schedule."""
+    """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule."""
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -197,22 +198,22 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if `transport="auto"` lets ranks of this fusion use peer memory. Windows need sizes that divide evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory. Windows require that sizes divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
 
 def _may_copy(options: Options, is_even: bool) -> bool:
-    """True if copy engines may communicate outside of loops. `is_even` tells whether ranks share all sizes evenly."""
+    """True if copy engines may communicate outside of loops. `is_even` is True if ranks share all sizes evenly."""
     transport = options.transport_carrying(SIGNALS)
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
-    """Ways to do a gather or a reduce-scatter outside of loops, fastest first. Empty for other ops, or if a size is unknown.
+    """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
-    Kernels of the collective can always do it. Copy engines can if ranks reach each other's memory: they put operands outside of windows,
-    and get all others. Either way may keep the shards of a matmul's operand separate, which counts as one chunk per rank.
+    A collective is always possible. Copy engines are possible if ranks can access each other's memory. They put operands that are not in
+    windows, and get those that are. Both alternatives can keep the shards of a matmul operand separate, which counts as one chunk per rank.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -238,7 +239,8 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """The only consumer of a gather, if it is a matmul whose columns are gathered, directly or through a transpose."""
+    """Returns the only consumer of a gather if it is a matmul whose columns are gathered, directly or through a transpose. Otherwise
+    None."""
     uses, types, name, dim = consumers(fusion), fusion.values(), gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
@@ -251,7 +253,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """Result of `product_by_shards`, if all sizes are known and the ranks share its columns evenly. None otherwise."""
+    """Returns the result of `product_by_shards` if all sizes are known and the ranks share its columns evenly. Otherwise None."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
@@ -265,9 +267,10 @@ def _is_outermost(gather: Op) -> bool:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:
-    """Chooses the way that the user stated for a reshard, or else the fastest one if it gains enough over the sequence.
+    """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest one if it gains enough over sequential
+    execution.
 
-    Raises ProgramError if the stated way is not possible.
+    Raises ProgramError if the stated alternative is not possible.
     """
     choice = Choice(reshard.result.name, fusion.name, possible)
     in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
@@ -280,12 +283,12 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
 
 
 def gain_wanted(in_sequence: float) -> float:
-    """Microseconds that a way must gain over the sequence to be chosen."""
+    """Minimum gain in microseconds over sequential execution for an alternative to be chosen."""
     return max(LEAST_GAIN_MICROS, (1 - MARGIN) * in_sequence)
 
 
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
-    """Schedules that may be chosen, each with numbers of chunks that divide the dim or each rank's part. Keys have one chunk per rank."""
+    """Yields the schedules that may be chosen, each with a number of chunks that divides the dim. Keys have one chunk per rank."""
     size, rest = divmod(candidate.size.bind(options.sizes), candidate.shards)
     for schedule in choosable(candidate.reshard.kind, options, candidate.is_even):
         for chunks in schedule.chunks(candidate.ranks):
@@ -294,7 +297,8 @@ def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule,
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of a loop: from the op that makes its operand to its first consumer."""
+    """Seconds of the ops that can overlap with a reshard outside of a loop: those between the producer of its operand and its first
+    consumer."""
     times, results = seconds(fusion, sizes, machine, tf32), {reshard.result.name}
     ops = filled(fusion.ops, times)
     place = ops.index(reshard)
@@ -310,7 +314,7 @@ def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Mach
 
 
 def _is_made(name: str, fusion: Fusion) -> bool:
-    """True if the program allocates a value. Inputs and their views are the caller's memory."""
+    """True if the program allocates the memory of a value. Inputs and their views are in the caller's memory."""
     producer = {op.result.name: op for op in fusion.ops}
     while name in producer and OPS[producer[name].kind].is_view:
         name = producer[name].tensors[0]
@@ -325,16 +329,16 @@ def _micros(seconds: float) -> float:
 
 
 def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> tuple[int, float]:
-    """The earliest position for the communication at `place`, and the seconds of it that other ops hide from there."""
+    """Returns the earliest position for the communication at `place`, and how many of its seconds other ops hide if it starts there."""
     earlier, name = _earliest(ops, place, times), ops[place].result.name
     beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
     return earlier, min(beside, times[name] + _in_flight(ops, place, times))
 
 
 def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
-    """Earliest position of the op at `place` from which the ops that it passes hide it. Never later than `place`.
+    """Earliest position to which the op at `place` should move so that the ops that it passes hide it. Never later than `place`.
 
-    The op stays after the kernel that makes its operand. Pointwise ops that read the operand too are part of that kernel.
+    The op stays behind the kernel that produces its operand. Pointwise ops that read this operand are part of that kernel.
     """
     op, best, passed = ops[place], place, 0.0
     kernel = set(op.tensors)
@@ -347,19 +351,20 @@ def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
             break
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
-        if times[other.result.name] and not in_loop:  # do not split a loop
+        if times[other.result.name] and not in_loop:  # the position must not be inside a loop
             best = at
     return best
 
 
 def _in_flight(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> float:
-    """Seconds of the earlier communications that are still in flight at `place`. The communication there follows them anyway."""
+    """Seconds of earlier communications that are still in flight at `place`. The communication at `place` has to wait for them in any
+    case."""
     flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
     return sum(times[ops[at].result.name] for at in flying)
 
 
 def _first_use(ops: Sequence[Op], place: int) -> int:
-    """Position of the first op that reads the result of the op at `place`, or a view of it."""
+    """Position of the first op that reads the result of the op at `place`, directly or through a view."""
     views = {ops[place].result.name}
     for at in range(place + 1, len(ops)):
         if not views.isdisjoint(ops[at].tensors):
@@ -370,7 +375,7 @@ def _first_use(ops: Sequence[Op], place: int) -> int:
 
 
 def needed_by_large(ops: Sequence[Op]) -> set[str]:
-    """Values that matmuls, attention, communications, loops and calls need, directly or indirectly."""
+    """Values on which matmuls, attention, communications, loops and calls depend, directly or indirectly."""
     needed: set[str] = set()
     for op in reversed(ops):
         if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
@@ -379,13 +384,13 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Reorders the ops to fill waits: matmuls whose results no large op needs move down to where other ops wait for a communication.
+    """Reorders ops to fill the time in which others wait for a communication. Matmuls that no large op depends on move down to fill it.
 
-    Gradients of weights are such matmuls. They pass two communications at most, because they keep their operands alive.
+    Gradients of weights are such matmuls. Each passes at most two communications, because its operands stay alive until then.
     """
-    needed = needed_by_large(ops)  # gradients of weights are not in it
-    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged` is the number of late ops that have passed a communication
-    clock = link = 0.0  # end of all compute, and of all communication, so far
+    needed = needed_by_large(ops)  # does not contain gradients of weights
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed a communication
+    clock = link = 0.0  # end times of all computation and of all communication so far
     ends: dict[str, float] = {}  # end times of communication results
 
     def take() -> float:

@@ -79,7 +79,7 @@ def test_rows_that_ranks_share_unevenly_are_summed_in_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(7, "%h of f32[M/2, 2]: M/2: 2 does not divide 7; state a size that it divides"), (2, "(M - 4) = -2; state larger sizes")],
+    [(7, "%h of f32[M/2, 2]: M/2: 2 does not divide 7; state a size that is divisible"), (2, "(M - 4) = -2; state larger sizes")],
 )
 def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
     @hw.fusion(x=hw.f32["M"])
@@ -97,7 +97,7 @@ def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or leave it out"),
+        ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or omit it"),
         ({"sizes": {"M": 1.5}}, "sizes: M=1.5: a typical size is an int"),
         ({"sizes": ["M"]}, "sizes=['M'] is not a dict of names; write sizes={...}"),
         ({"ways": "none"}, "ways='none' is not a dict of names; write ways={...}"),
@@ -194,7 +194,7 @@ def test_stated_ways() -> None:
     with pytest.raises(ProgramError) as caught:
         taken(GATHER, ways={"@f %g": "put(3)"})
     assert "@f %g: put(3) is not possible; use one of put(2), " in str(caught.value)
-    with pytest.raises(ProgramError, match=r"f: Options: ways: there is nothing to choose for @f %y; choices at these sizes: @f %g"):
+    with pytest.raises(ProgramError, match=r"f: Options: ways: there is no choice named @f %y; choices at these sizes: @f %g"):
         hw.compile(fusion(*GATHER, "x=2"), options=Options(sizes=LARGE, ways={"@f %y": "none"}))
 
 
@@ -289,4 +289,7 @@ def test_figures_of_known_and_unknown_gpus() -> None:
         return x + 1
 
     text = hw.compile(f, options=Options(machine=other)).explain()
-    assert "times by the figures of NVIDIA H200, at no stated sizes; NVIDIA B300 has none: run hostweave calibrate" in text
+    assert (
+        "times predicted from the figures of NVIDIA H200, at no stated sizes; there are none of NVIDIA B300: run hostweave calibrate"
+        in text
+    )
