@@ -211,7 +211,7 @@ class _Rank:
 
     def launched(self, name: str, arrays: list[Array]) -> list[Array]:
         if name not in self.kernels:
-            raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
+            raise ExecutionError(f"launch @{name}: NumPy cannot compute the user's C++; run the compiled program")
         kernel = self.kernels[name]
         values = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
         for op in kernel.ops:

@@ -106,11 +106,11 @@ fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
 def test_all_ranks_have_a_window() -> None:
     other = "  on mesh(x=1 of ranks 1) {\n    %z = allocate f32[4, 4]\n    fill %z with 0.0\n  }\n"
     check(parsed(other + EXCHANGE))
-    assert "the window would have another offset than on other ranks: allocate it on all ranks" in fault(
+    assert "allocates the window, so its offset would differ between ranks: allocate it on all ranks" in fault(
         other.replace("allocate", "allocate_window") + EXCHANGE
     )
     uneven = EXCHANGE.replace("M/2", "local(M, x)")
-    assert "%w may have other sizes on other ranks, so the window's offset would differ: use sizes that divide" in fault(
+    assert "the size of %w may differ between ranks, so the window's offset would differ: use sizes that divide" in fault(
         uneven, HEAD + "uneven(M) "
     )
 

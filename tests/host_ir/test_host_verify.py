@@ -38,7 +38,7 @@ BODIES = {
         "text:2: @t: pack %x -> %y in [2 of M, 1 of 4]: %x is f32[M/2, 4], of 2*M elements, but the blocks have 4*M: make them equal"
     ),
     "%b = permute %x by [1, 0]\nunpack %b -> %y in [1 of M/2, 2 of 4]": (
-        "text:3: @t: unpack %b -> %y in [1 of M/2, 2 of 4]: %b is not contiguous: copy it to a buffer of its own first"
+        "text:3: @t: unpack %b -> %y in [1 of M/2, 2 of 4]: %b is not contiguous: copy it to a contiguous buffer first"
     ),
     "pack %x -> %y in [2 of K]": "text:2: @t: pack %x -> %y in [2 of K]: K is not a size of any input or output; the sizes are M",
     "send_blocks %x in [] by [] on x": (
@@ -151,13 +151,13 @@ BODIES = {
         "text:3: @t: matmul %x, %b accumulate %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
     ),
     "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = chunk %c[1: 0 of 2]\nmatmul %x, %b accumulate %v -> %y": (
-        "text:5: @t: matmul %x, %b accumulate %v -> %y: %v has another memory layout than %y: copy it to a buffer with the same layout"
+        "text:5: @t: matmul %x, %b accumulate %v -> %y: the memory layouts of %v and %y differ: copy it to a buffer with the same layout"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b bias %b -> %y": (
         "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
     ),
     "%b = allocate f32[4, 4]\n%v = select %b[1: 0]\nmatmul %x, %b bias %v -> %y": (
-        "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, which a bias must be: copy it to a buffer of its own first"
+        "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, which a bias must be: copy it to a contiguous buffer first"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b activation gelu -> %y": (
         "text:3: @t: matmul %x, %b activation gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
@@ -182,7 +182,7 @@ BODIES = {
     "%b = allocate i32[4]\nfill %b with 0.5": "text:3: @t: fill %b with 0.5: i32 cannot hold 0.5",
     # communication
     "%v = chunk %x[1: 0 of 2]\nsend %v to 0 on x": (
-        "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a buffer of its own first"
+        "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a contiguous buffer first"
     ),
     "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
     "all_gather %x -> %y on q\nsend %x to 0 on x": (
@@ -318,7 +318,7 @@ CALLS = {
     "call @b %x -> %x": "text:3: @t: call @b %x -> %x: %x is an input and may not be written: allocate a buffer",
     "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: pass a separate buffer for each output",
     "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
-        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a function needs: copy it to a buffer of its own first"
+        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a function needs: copy it to a contiguous buffer first"
     ),
     "stream ring[0] {\ncall @b %x -> %y\n}": (
         "text:4: @t: call @b %x -> %y: a function runs on the caller's stream: move the call out of the stream block"

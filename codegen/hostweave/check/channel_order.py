@@ -1,9 +1,10 @@
-"""Finds communications of one rank that must be ordered and are not. They use different channels, or their signals share a counter.
+"""Finds communications of one rank that must be ordered but are not: they use different channels, or their signals share a counter.
 
-A device may start unordered communications in another order on every rank. If a transport occupies multiprocessors, each communication
-keeps part of the device while it waits for its peers. Signals are only counted, so a signal that overtakes another is mistaken for it.
-Element counts are exchanged through memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any
-order that its edges allow. Signals and waits must keep their order of issue in each of these orders.
+If a rank's communications are unordered, a device may start them in a different order on every rank. On a transport that occupies
+multiprocessors, each communication holds part of the device while it waits for its peers. Signals are only counted, so if a signal
+overtakes another one, they are confused. Element counts are exchanged through memory that all streams of a rank share. A CUDA graph may
+execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep the order in
+which the host issues them.
 """
 
 from collections import defaultdict
@@ -19,16 +20,18 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """The last communication that each rank has posted, by channel and stream. It comes after all earlier ones.
+    """For each rank, the last communication that it has posted, by channel and stream. That communication is ordered after all earlier ones
+    on its channel and stream.
 
-    A library orders its own communications of one channel, but not kernels that exchange data themselves.
+    A library orders the communications of one channel. It does not order kernels that exchange data themselves.
     """
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the posts of a task that starts at `clock`. Returns earlier posts of other channels that may still run."""
+        """Records the communications of a task that starts at `clock`. Returns earlier communications on other channels that may still
+        run."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
@@ -43,7 +46,7 @@ class PostedCommunications:
 
 
 def takes_turns(part: Operation) -> bool:
-    """True for a signal and for a wait, which a rank issues one after another."""
+    """True for a signal or a wait. A rank issues these in a fixed order."""
     return isinstance(part.instruction, ir.Signalled)
 
 
@@ -54,7 +57,7 @@ class InTurn:
         self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
-        """Records the posts of a task that starts at `clock`. Yields pairs of an earlier operation that may still run, and a later one."""
+        """Records the signals and waits of a task that starts at `clock`. Yields each with an earlier one that may still run."""
         for part in filter(takes_turns, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]
@@ -64,9 +67,9 @@ class InTurn:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs of communications that must be ordered, but that no stream or event of their rank orders: (earlier, later)."""
+    """Pairs (earlier, later) of communications that must be ordered, but that no stream or event of their rank orders."""
     alike = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    for operations in reversed(alike.values()):  # one rank at a time: a clock has an entry for each stream of each rank
+    for operations in reversed(alike.values()):  # one rank at a time, because a clock has an entry for each stream of each rank
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             if any(map(takes_turns, task.operation.communications)):
@@ -79,7 +82,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
-    """Key of a rank's order. It is equal for two ranks that differ in their peers only."""
+    """Key of a rank's operations. Equal for two ranks that differ only in the ranks of their peers."""
     numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
     return tuple(
         [
@@ -96,10 +99,10 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """The communications and groups that are not ordered with another one on some rank, although they must be."""
+    """Communications and groups that, on some rank, must be ordered with another one but are not."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.takes_turns for channel in used) < 2 and not program.has_signals:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(tree.walk(program.body))  # a called function orders its own communications
+    return found.intersection(tree.walk(program.body))  # a called function orders its communications itself

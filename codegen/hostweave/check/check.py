@@ -1,4 +1,4 @@
-"""Proves that a host program is free of races, deadlocks and reads of memory that was never written, and checks its results."""
+"""Proves that a host program has no races, no deadlocks and no reads of uninitialised memory, and checks its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hostweave.types.mesh import Sizes, share
 if TYPE_CHECKING:
     from hostweave.check.results.results import Case, Stages
 
-MOST_ELEMENTS = 4e6  # largest fusion whose results are compared by default, in elements
+MOST_ELEMENTS = 4e6  # elements of the largest fusion whose results are compared by default
 
 
 def check(
@@ -34,29 +34,36 @@ def check(
     stages: Stages | None = None,
     most_elements: float = MOST_ELEMENTS,
 ) -> tuple[str, ...]:
-    """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
+    """Raises ProgramError for the first fault of `program`, on any rank of its mesh. `sizes` are by default several small ones.
 
-    If `fusion` is given, the results of all ranks are compared with its results, over a finite field. Returns the parts that were not
-    checked: lines that never ran, and kernels of the user. `stages` yields the program after each pass, to name the pass that introduced a
-    fault. Sizes are skipped at which the fusion computes more than `most_elements` elements.
+    If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
+    after each pass, to find the pass that introduced a fault. The comparison is skipped for sizes at which the fusion computes more than
+    `most_elements` elements. Returns descriptions of the parts that were not checked: lines that never ran, and user kernels.
 
-    A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
-    caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
-    without its recv, or collectives that differ between ranks; communications on two channels that are not ordered on a rank; a
-    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written, or a
-    donated input after it was; outputs that are not written completely. The order is happens-before, by vector clocks (Fidge
-    1988, Mattern 1989).
+    A fault is one of these:
 
-    If ranks access each other's memory, two calls in a row are checked: a put of the second call must come after the target's work in the
-    first call. The puts, signals and waits of a rank must follow one another. The program must also end if each device runs all streams of
-    its rank as one queue, in the order of issue, and if signals are not counted. It then ends in a CUDA graph, too, whose branches may run
-    as one queue in any order that its edges allow.
+    - Two accesses of the same bytes, one of them a write, are not ordered by a stream, an event or arriving data. This includes accesses of
+      the caller before and after the call.
+    - Memory is freed while it is in use, or is reused before its last use is known to have ended.
+    - A send has no recv, or collectives differ between ranks.
+    - Two communications on different channels are not ordered on a rank.
+    - An event that is waited for may not have been recorded.
+    - Ranks wait for each other forever.
+    - Memory is read before it is written, or a donated input is read after it was overwritten.
+    - An output is not written completely.
+
+    The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
+
+    If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
+    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
+    streams of its rank as one queue in the order of issue, and if signals are not counted. Then it also ends in a CUDA graph, whose
+    branches may be executed as one queue in any order that its edges allow.
     """
     calls = 2 if program.has_signals else 1
     results = None
     checked: list[Case] = []
     if fusion:
-        from hostweave.check.results.results import Results  # with NumPy, which the rest does not need
+        from hostweave.check.results.results import Results  # imports NumPy, which the rest does not need
 
         results = Results(fusion, program, stages, most_elements)
     with _without_collections():
@@ -96,8 +103,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of bytes that do not hold the buffer's values, and the write that replaced them. It is reported only if there is no
-        # race, because the error of a race is more precise.
+        # The first read of bytes that do not hold the buffer's values, and the write that replaced these values. Reported only if there is
+        # no race, because the error of a race is more specific.
         self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.in_turn = InTurn()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -148,7 +155,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Raises if two accesses of one task, which run at the same time, overlap."""
+        """Raises ProgramError if two accesses of one task, which are concurrent, overlap."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
@@ -173,7 +180,7 @@ class _Checker:
         return self.over[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
-        """Raises the error of a race. It names the later operation first, because that one fails to wait."""
+        """Raises the error of a race. The message names the later operation first, because that one should have waited."""
         if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
             touch, conflict = conflict, touch
         part, access, other = touch.part, touch.access, conflict.part
@@ -217,7 +224,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# Who uses memory before and after the call, on the caller's stream.
+# Users of the memory before and after the call, on the caller's stream.
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",
@@ -227,7 +234,7 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 
 
 def _own_block(part: Operation, blocks: ByteLayout, along: int | None) -> int:
-    """Byte offset of a rank's own block among the blocks of all ranks."""
+    """Byte offset of this rank's block, in a buffer with the blocks of all ranks."""
     group = part.process_group
     return share(blocks.shape, along, len(group), group.index(part.rank)).start * blocks.dtype.itemsize
 
@@ -241,7 +248,7 @@ def _verb(part: Operation, access: Access) -> str:
 
 
 def _rank_of(part: Operation, access: Access) -> int:
-    """Rank whose memory an access touches."""
+    """Rank whose memory an access reads or writes."""
     return part.rank if access.at is None else access.at
 
 

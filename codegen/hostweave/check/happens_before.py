@@ -1,9 +1,10 @@
-"""Happens-before: the operations of all ranks as tasks, simulated in an order that every legal schedule allows.
+"""Happens-before: the operations of all ranks become tasks, which are simulated in an order that every legal schedule allows.
 
-A stream runs its tasks in order, a wait runs after its record or signal, and a communication ends when the other side has started.
-There are two orders. A task's vector clock (Fidge 1988, Mattern 1989) says which data it may rely on. It follows from streams, events and
-arriving data. The order in which a rank posts its communications also decides whether every task can run. If a transport occupies
-multiprocessors, a device may run them one after another, even on different streams.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when the other side has started. There
+are two orders. The first is given by vector clocks (Fidge 1988, Mattern 1989): a task's clock says which earlier tasks it may rely on, by
+streams, events and arriving data. The second also includes the order in which a rank posts its communications, and decides whether every
+task can run. It matters on a transport that occupies multiprocessors, because a device may then run communications one after another, even
+on different streams.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from hostweave.check.match_collectives import MatchedCollective
 from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
-Clock = list[int]  # a vector clock: for each stream of each rank, how many of its tasks are known to be done
+Clock = list[int]  # a vector clock: for each stream of each rank, the number of its tasks that are known to have ended
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Arrival:
-    """Data that a task receives from other tasks. When the receiving task ends, its clock includes the clocks with which the senders
-    started."""
+    """Data that a task receives. When the receiving task ends, its clock is merged with the clocks that the senders had at their start."""
 
     sources: list[Task]
     known: Clock | None = None
@@ -30,32 +30,32 @@ class Arrival:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of a stream. The first task of the caller's stream represents all work before the call."""
+    """Operation `number` of a stream, counted from 1. The first task of the caller's stream stands for all work before the call."""
 
     operation: Operation
     stream_id: int
     number: int
-    after: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, and the reasons
-    waits: list[Task] = field(default_factory=list)  # the part of `after` that is on other streams
+    after: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, each with the reason
+    waits: list[Task] = field(default_factory=list)  # the tasks of `after` that are on other streams
     meets: list[Task] = field(default_factory=list)  # tasks that must start before this one ends
-    met_by: list[Task] = field(default_factory=list)  # tasks with this one in `meets`
+    met_by: list[Task] = field(default_factory=list)  # tasks that have this one in `meets`
     events: list[Arrival] = field(default_factory=list)
-    followers: list[Task] = field(default_factory=list)  # tasks with this one in `after`
-    blocked: int = 0  # number of `after` that have not ended
-    expected: int = 0  # number of `meets` that have not started
+    followers: list[Task] = field(default_factory=list)  # tasks that have this one in `after`
+    blocked: int = 0  # number of tasks in `after` that have not ended
+    expected: int = 0  # number of tasks in `meets` that have not started
     started: bool = False
     ended: bool = False
-    at_start: Clock = field(default_factory=list)  # set if a communication needs it
-    at_end: Clock = field(default_factory=list)  # set if another stream waits for it
+    at_start: Clock = field(default_factory=list)  # set only if a communication needs it
+    at_end: Clock = field(default_factory=list)  # set only if another stream waits for the task
 
 
 @dataclass(frozen=True)
 class Order:
-    """The tasks of all ranks, and the clock of each stream, which `run` moves on."""
+    """The tasks of all ranks, and the current clock of each stream, which `run` advances."""
 
     instances: Instances
     tasks: list[Task]
-    callers: list[Task]  # by rank: the work before the call
+    callers: list[Task]  # by rank: the task that stands for the work before the call
     clocks: list[Clock]
 
 
@@ -111,7 +111,7 @@ def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
     events: dict[tuple[Operation, ...], Arrival] = {}
     parts = [tasks[part] for part in meeting.parts]
     for part, task in zip(meeting.parts, parts, strict=True):
-        # A sender learns nothing from the recv: a small message may be sent before the other side starts.
+        # A sender learns nothing from the recv: a small message may be sent before the receiver starts.
         sources = meeting.sources(part)
         if any(tasks[source] is not task for source in sources):
             events.setdefault(sources, Arrival([tasks[source] for source in sources]))
@@ -124,7 +124,7 @@ def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
-    """Yields each task as it starts, with its clock. Raises ProgramError if some tasks wait for one another."""
+    """Yields each task as it starts, with its clock. Raises ProgramError if some tasks wait for each other."""
     ready = deque(task for task in order.tasks if not task.blocked)
     while ready:
         task = ready.popleft()
@@ -159,12 +159,12 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.blocked -= 1
         if not follower.blocked:
             ready.append(follower)
-    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # reference cycles
+    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # breaks reference cycles
         links.clear()
 
 
 def _deadlock(order: Order, task: Task) -> Exception:
-    """Follows the tasks that wait for one another until one repeats, and returns the error."""
+    """Follows the tasks that wait for each other until one repeats, and returns the error."""
     path: list[tuple[Task, str]] = []
     seen: dict[Task, int] = {}
     while task not in seen:

@@ -1,4 +1,4 @@
-"""Matches communications: send and recv in issue order per pair of ranks, collectives by their number in the process group."""
+"""Matches communications. Sends match recvs in issue order per pair of ranks, and collectives match by their count in the process group."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,17 +10,18 @@ from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
 from hostweave.types.mesh import share
 
-ChannelGroup = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
+ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and the global ranks of one of its process groups
 
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Communications that take part in one transfer: a send and its recv, or one collective of each rank in process group order."""
+    """Communications that belong to one transfer: a send and its recv, a signal and its wait, or the collective of each rank in process
+    group order."""
 
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
-        """Parts whose data or signal this part receives."""
+        """Parts from which this part receives data or a signal."""
         if self.is_signal:
             return self.parts[:1] if part is self.parts[1] else ()
         if not any(access.writes for access in part.accesses):
@@ -29,12 +30,12 @@ class MatchedCollective:
 
     @property
     def is_signal(self) -> bool:
-        """True for a signal and its wait, which order two ranks and move no data."""
+        """True for a signal and its wait, which order two ranks but move no data."""
         return self.parts[0].instruction.posts == "signal"
 
     @property
     def counted_in(self) -> tuple[object, ...]:
-        """Counter that the signal raises, by channel, sender, receiver and number."""
+        """Counter that the signal increments: channel, sender, receiver and signal number."""
         one, _ = self.parts
         return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
 
@@ -50,14 +51,14 @@ class MatchedCollective:
 
 
 def meetings(instances: Instances) -> list[MatchedCollective]:
-    """All transfers of one call.
+    """All matched communications of the simulated calls.
 
-    Raises ProgramError for a send without a recv of its count and dtype, or for a recv without a send. The same applies to signals and
-    waits. Also raises ProgramError if the collectives of a process group differ between ranks in kind, order, count, dtype, reduction or
-    root.
+    Raises ProgramError if a send has no recv with its count and dtype, or a recv no send. The same holds for signals and waits. Also raises
+    ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
-    pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # by channel, sender, receiver and number
+    # by channel, sender, receiver and signal number
+    pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))
     collectives: dict[ChannelGroup, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for part in (part for operations in instances.ranks for operation in operations for part in operation.communications):
         posts = part.instruction.posts
@@ -79,7 +80,7 @@ def channel_of(part: Operation) -> ChannelGroup:
     return part.channel.name, part.process_group
 
 
-_ALONE = {  # the fault if one side is missing, and the remedy
+_ALONE = {  # the fault if the other side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, and would mistake it for the next one", "add the wait"),
@@ -130,7 +131,7 @@ def _may_differ(part: Operation) -> bool:
 
 
 def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
-    """Elements that a rank sends to each rank of its process group, or receives from each."""
+    """For each rank of the process group, the number of elements that this rank sends to it, or receives from it."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
     along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)
@@ -139,14 +140,14 @@ def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
 
 @lru_cache
 def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
-    """Elements of each rank's block."""
+    """Number of elements of each rank's block."""
     return tuple([len(share(shape, along, ranks, number)) for number in range(ranks)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
-    """Key that must be equal on all ranks."""
+    """Key of a collective. It must be equal on all ranks."""
     instruction = part.instruction
-    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this one
+    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this buffer
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
     return type(instruction), stated, part.peer, None if _may_differ(part) else moved.count, moved.dtype
 
@@ -157,12 +158,12 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 
 
 def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) -> None:
-    """Raises ProgramError if ranks would wait for one another when each device runs all streams as one queue. Checks programs with signals
-    only.
+    """Raises ProgramError if ranks would wait for each other forever when each device executes all streams as one queue. Only programs with
+    signals are checked.
 
-    A wait for a signal blocks a hardware queue, which several streams may share. CUDA_DEVICE_MAX_CONNECTIONS gives the number of queues,
-    which may be 1. A queue runs in the order of issue. In a CUDA graph signals do not accumulate: a sender raises a signal again only after
-    the receiver has waited for the last one.
+    A wait for a signal blocks a hardware queue, which several streams may share. CUDA_DEVICE_MAX_CONNECTIONS is the number of queues, and
+    may be 1. A queue executes in the order of issue. In a CUDA graph, signals do not accumulate: a sender may signal again only after the
+    receiver has waited for the previous signal.
     """
     signals = [meeting for meeting in met if meeting.is_signal]
     if not signals:
@@ -177,7 +178,8 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
         for rank, operations in enumerate(instances.ranks):
             while places[rank] < len(operations):
                 parts = operations[places[rank]].communications
-                # Posts count as soon as they are reached. A wait blocks the instructions after it until its signal arrives.
+                # A communication counts as posted once the queue reaches it. A wait blocks the following instructions until its signal
+                # arrives.
                 met_here = [(part, meeting_of[part]) for part in parts if part in meeting_of]
                 reached.update(part for part, meeting in met_here if not meeting.is_signal)
                 awaited = [other for part, meeting in met_here for other in meeting.awaited(part)]

@@ -1,4 +1,4 @@
-"""Last accesses to the bytes of one buffer, for finding unordered accesses."""
+"""Keeps the last accesses to the bytes of each buffer, to find unordered accesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,34 +10,34 @@ from hostweave.host_ir import tree
 
 @dataclass(slots=True, eq=False)
 class TaskAccess:
-    """An access by a task. `part` is the task's operation, or one of a group of operations."""
+    """An access by a task. `part` is the task's operation, or one operation of its group."""
 
     by: Task
     part: Operation
     access: Access
 
 
-ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a region: its offset, its rows, and how long a run is
+ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: offset, rows, and length of a contiguous run
 
 
 class Pieces:
-    """A buffer in pieces. Bytes that are always accessed together form a piece, even if they are not adjacent. Every access covers whole
-    pieces."""
+    """Partition of a buffer. Bytes that all accesses cover together form a piece, even if they are not adjacent. So every access covers
+    whole pieces."""
 
     def __init__(self, size: int, places: frozenset[ByteBlocks]):
         runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
         cuts = sorted({0, size}.union(*(cut for of in runs.values() for cut in of)))
-        number_of = {cut: number for number, cut in enumerate(cuts)}  # position of a cut -> number of the segment that begins there
+        number_of = {cut: number for number, cut in enumerate(cuts)}  # byte position of a cut -> number of the segment that begins there
         segments = {place: [i for start, end in of for i in range(number_of[start], number_of[end])] for place, of in runs.items()}
         piece_of, count = [0] * (len(cuts) - 1), 1
         for covered in segments.values():
-            inside: dict[int, int] = {}  # piece -> bytes of it that this access covers
+            inside: dict[int, int] = {}  # old piece -> new piece for the bytes of it that this access covers
             for segment in dict.fromkeys(covered):
                 before = piece_of[segment]
                 if before not in inside:
                     inside[before], count = count, count + 1
                 piece_of[segment] = inside[before]
-        number: dict[int, int] = {}  # in order of their first segments
+        number: dict[int, int] = {}  # numbers the pieces in the order of their first segments
         self.first_segments: list[range] = []
         for segment, piece in enumerate(piece_of):
             if piece not in number:
@@ -51,14 +51,14 @@ def _place(region: ByteRegion) -> ByteBlocks:
 
 
 class Memory:
-    """One buffer of one rank, in pieces.
+    """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks must be added in an order that respects happens-before. For each piece it keeps the last write, and the last read of each stream
-    after that write. A task that is ordered after these accesses is ordered after all earlier ones.
+    Tasks must be added in an order that respects happens-before. Each piece keeps its last write, and for each stream the last read after
+    that write. A task that is ordered after these accesses is also ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
-        """`known` caches the pieces of buffers with equal accesses, such as those of other ranks and layers."""
+        """`known` caches the pieces of buffers with equal accesses, such as the same buffer on other ranks or in other layers."""
         self.root = root
         places = frozenset([(0, root.layout.rows, root.layout.run), *map(_place, regions)])
         if (root.size, places) not in known:
@@ -68,12 +68,12 @@ class Memory:
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
-        # The generation of each piece that was filled. An input is filled from the start.
+        # For each piece, the generation whose values it holds, or -1. An input holds values from the start.
         self.filled = [0 if root.role == "input" else -1] * count
-        self.freed: set[int] = set()  # executions of the allocate whose memory was freed
+        self.freed: set[int] = set()  # generations whose memory was freed
 
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
-        """Records an access of a task that starts at `clock`. Returns an earlier conflicting access that may still run."""
+        """Records an access of a task that starts at `clock`. Returns an earlier conflicting access that may still run, or None."""
         task, access, region = touch.by, touch.access, touch.access.region
         fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
         for piece in self.covered(region):
@@ -93,12 +93,12 @@ class Memory:
         return None
 
     def unfinished(self, clock: Clock) -> TaskAccess | None:
-        """An access that is not known to have ended at `clock`."""
+        """An access that is not known to have ended at `clock`, or None."""
         touches = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_empty(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
-        """First bytes of a region that do not hold its values, and the write that has overwritten them, if any."""
+        """First bytes of a region that do not hold its values, and the write that overwrote these values or None."""
         for piece in self.covered(region):
             if not region.generation <= (filled := self.filled[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if filled > region.last else None

@@ -1,4 +1,4 @@
-"""Operations: one execution of an instruction on one rank, and the bytes that it reads and writes."""
+"""Operations: executions of an instruction on one rank, with the bytes that each reads and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import RankSizes
 from hostweave.types.tensor import DType
 
-StreamInPool = tuple[str, int]  # ("ring", 2)
+StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("ring", 2)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -22,22 +22,22 @@ StreamInPool = tuple[str, int]  # ("ring", 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteLayout:
-    """Layout of a view in its buffer: shape and strides in elements, and its bytes as rows of contiguous runs."""
+    """Layout of a view in its buffer: shape and strides in elements, and the same bytes as rows of contiguous runs."""
 
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]  # (number, stride in bytes), outermost first
-    run: int  # bytes
+    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each row level, outermost first
+    run: int  # bytes of a contiguous run
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def in_order(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of its dims: equal for two layouts that put the elements, in order, at the same offsets."""
+        """Sizes and strides of the dims, merged where possible. Equal for two layouts if each element has the same offset in both."""
         merged: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.strides, strict=True):
             if merged and merged[-1][1] == size * stride:
@@ -55,7 +55,7 @@ def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> ByteLayout:
-    """The layout of a strided view: adjacent dims are merged, and the innermost dim becomes the run."""
+    """Layout of a strided view. Adjacent dims are merged, and the contiguous ones become the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
@@ -75,20 +75,21 @@ ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
-    """Bytes of a root buffer of one rank: an input, an output or an allocation.
+    """Bytes of a buffer of one rank that is not a view: an input, an output or an allocation.
 
-    Generations number its contents: each execution of the root's allocate begins a generation, as does each result in donated memory.
+    Generations number the contents of the memory. Each execution of its allocate begins a generation, and so does each result in donated
+    memory.
     """
 
     root: str
     offset: int  # bytes
     layout: ByteLayout
-    generation: int  # generation that is written, or the first that may be read
+    generation: int  # the generation that is written, or the first one that may be read
     last: int = ALWAYS  # the last generation that may be read
 
 
 class Access(NamedTuple):
-    name: str  # the buffer or view as the instruction names it
+    name: str  # name of the buffer or view in the instruction
     region: ByteRegion
     reads: bool
     writes: bool
@@ -100,28 +101,28 @@ class Access(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Operation:
-    """One execution of an instruction by one rank. A fork is one operation on the caller's stream and one on each forked stream."""
+    """One execution of an instruction on one rank. A fork is one operation on the caller's stream, and one on each forked stream."""
 
     instruction: tree.Instruction
     rank: int
-    stream: StreamInPool | None  # None: the caller's
-    steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
+    stream: StreamInPool | None  # None: the caller's stream
+    steps: tuple[tuple[str, int], ...]  # indices of the enclosing loops
     accesses: tuple[Access, ...] = ()
     channel: ir.Channel | None = None  # set for a communication
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
-    peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
+    peer: int | None = None  # global rank of the other side of a send or recv, or of the root of a collective
     members: tuple[Operation, ...] = ()  # operations of a group
     waits: tuple[Operation, ...] = ()  # operations on other streams that must end before it starts
-    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate of each stream whose bytes it may reuse
+    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate on each stream whose bytes it may reuse
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """The communications that this operation posts: the members of a group, the operation itself, or none."""
+        """Communications that this operation posts: the members of a group, the operation itself, or none."""
         return self.members if self.members else (self,) if self.process_group else ()
 
     @property
     def takes_turns(self) -> bool:
-        """True if a device may run it and communications of other channels one after another."""
+        """True if a device may serialise it with communications of other channels."""
         return any(part.channel.takes_turns for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
@@ -131,26 +132,26 @@ class Operation:
 
 
 def instruction_text(instruction: tree.Instruction) -> str:
-    """An instruction on one line. If it has a body, only its head."""
+    """An instruction as one line. If it has a body, only the line before the body."""
     return instruction.lines()[0].removesuffix(" {") or "the caller before the next call"
 
 
 @dataclass(frozen=True)
 class Root:
-    """A buffer that is not a view of another. `role` is input, output or allocation."""
+    """A buffer that is not a view. `role` is input, output or allocation."""
 
     layout: ByteLayout
     role: str
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.layout.count * self.layout.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Instances:
-    """The operations of every rank in the order of issue, its buffers and its sizes."""
+    """Operations of each rank in the order of issue, and the buffers and sizes of each rank."""
 
     program: ir.HostProgram
     sizes: tuple[RankSizes, ...]
@@ -159,6 +160,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """The error for a fault that was found in one execution of `program`. It names the user's line if that is known."""
+    """The error for a fault in an execution of `program`. It has the user's line if that is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

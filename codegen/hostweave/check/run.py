@@ -1,4 +1,4 @@
-"""State of one rank while the control flow of a program runs, and the evaluation of expressions and sizes."""
+"""Execution state of one rank while a program's control flow runs, and evaluation of expressions and sizes."""
 
 import operator
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, R
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size, bound
 
-Variables = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
+Variables = dict[str, int]  # values of loop indices and lets, and coordinates of the rank as "rank.x"
 
 
 def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree.Instruction | None) -> int:
@@ -33,7 +33,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
 
 
 def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
-    """A function that evaluates `expr`, several times faster than walking it again for every step of every rank."""
+    """Compiles `expr` to a function. Calling it for every iteration and rank is several times faster than interpreting `expr`."""
     match expr:
         case Const(value):
             return lambda _: value
@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
 
 
 class Held(NamedTuple):
-    """Offset of a buffer in its memory, and the generation of the contents."""
+    """A buffer's position in its memory, and the generation of its contents."""
 
     root: str
     offset: int  # bytes
@@ -63,18 +63,19 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """State of one rank during the run."""
+    """Execution state of one rank."""
 
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)
-    places: dict[str, Held] = field(init=False)  # name of a buffer -> its place
+    places: dict[str, Held] = field(init=False)  # name of a buffer or view -> its position
     operations: list[Operation] = field(default_factory=list)
-    last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # on each stream
+    last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(init=False)  # root -> the last generation that has begun
-    freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
-    kept: dict[StreamInPool, Operation] = field(default_factory=dict)  # the same, for memory that no other stream gets before the join
+    generations: dict[str, int] = field(init=False)  # root -> latest generation that has begun
+    freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
+    # the same, for memory that other streams cannot reuse before the join
+    kept: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()
     steps_taken: int = 0
@@ -94,7 +95,7 @@ class Run:
         return self.places[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
-        """The bytes of a buffer with this layout, `further` bytes after its beginning."""
+        """Bytes of a buffer with this layout, beginning `further` bytes after its start."""
         root, offset, generation, last = self.place(name, instruction)
         return ByteRegion(root, offset + further, layout, generation, last)
 

@@ -1,4 +1,4 @@
-"""Instantiates a host program: its control flow, run for given sizes, as one flat list of operations per rank.
+"""Instantiates a host program: runs its control flow for given sizes, and lists the operations of each rank.
 
 for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
   %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
@@ -24,18 +24,18 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # steps of all loops of one rank
+MAX_STEPS = 2**16  # iterations of all loops of one rank
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
-    """Runs the control flow of `program` for every rank of its mesh, for `calls` consecutive calls.
+    """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls.
 
-    Raises ProgramError if a size does not divide, or if an index, a peer or a root is out of range.
+    Raises ProgramError if a size does not divide evenly, or if an index, a peer or a root is out of range.
     """
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
-    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # one for all ranks with the same local sizes
+    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # shared by all ranks with the same local sizes
     local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         local_sizes.append(RankSizes(sizes, program.mesh, rank))
@@ -56,7 +56,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 
 def _between_calls(binder: _Binder, run: Run) -> Operation:
-    """Operations of the caller before the next call: it writes the inputs and reads the outputs."""
+    """Operation of the caller between two calls: it reads the outputs and writes the inputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
     held = [
         (ByteRegion(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
@@ -69,7 +69,8 @@ SimulationStep = Callable[[Run], None]
 
 
 class _Binder:
-    """Turns instructions into steps once for all ranks: types bound to sizes, expressions compiled, only offsets left to run."""
+    """Converts each instruction to a function, once for all ranks with equal local sizes. Types and expressions are evaluated or compiled
+    beforehand."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -78,7 +79,7 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
-        self.own: dict[str, bool] = {}  # allocation -> True if every stream has its own copy
+        self.own: dict[str, bool] = {}  # allocation -> True if every stream has a separate copy
         self.block: ir.OnStream | None = None  # the enclosing stream block
         self.loops: tuple[ir.For, ...] = ()  # the enclosing loops, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
@@ -105,18 +106,18 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """A body. Its memory is freed at its end, including memory that only some ranks allocate."""
+        """Binds a body. Its allocations are freed at its end, including those of its `on` bodies."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
 
-# --- one binder an instruction that is not just memory read and written -----------------------------------------------
+# --- functions that bind an instruction ----------------------------------------------------------------------------------
 
 
 def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.define(i.out, i.type, i)
     name = i.out
-    while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use one name for two buffers
+    while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use the same name for different buffers
         name += "'"
     pool = b.block.stream if b.block else None
     roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
@@ -124,7 +125,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    loops = [loop.out for loop in b.loops], joining  # loops in which memory may be reused that other streams have freed
+    loops = [loop.out for loop in b.loops], joining  # loops in which memory that other streams have freed may be reused
 
     def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
@@ -132,7 +133,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
         run.places[i.out] = Held(root, 0, generation)
         claim = Access(i.out, ByteRegion(root, 0, whole, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # in a loop, later instructions of the body ran in the previous iteration
+        if generation:  # in a loop, later instructions of the body have run in the previous iteration
             steps = dict(run.steps)
             for stream, last in run.kept.items():
                 then = dict(last.steps)
@@ -179,7 +180,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
 
 
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
-    """Operations that bind a parameter of an inlined call, if this rank holds it."""
+    """Binds a parameter of an inlined call, on ranks that hold the argument."""
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:
@@ -205,7 +206,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Instructions that read and write memory: compute, collectives, send and recv. The operation holds the values of their expressions."""
+    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation has the values of its
+    expressions."""
     build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
@@ -217,8 +219,8 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     return step
 
 
-# Effects by role of a field: reads, writes, is on the peer. A deallocate counts as an access like an allocate: the next use of those bytes
-# must come after it.
+# Effects of a role: (reads, writes, is on the peer). A deallocate counts as a write, like an allocate, because the next use of the bytes
+# must be ordered after it.
 _TOUCHES = {
     "read": (True, False, False),
     "update": (True, True, False),
@@ -242,7 +244,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # A peer's block may be larger or smaller. The size of the local block decides how much is moved.
+        # The peer's buffer may be larger or smaller. The size of the local buffer determines how much is moved.
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -277,7 +279,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
 
 
 def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
-    """The whole block of the peer."""
+    """Accesses of a get that reads the peer's whole block."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     whole, group = b.layouts[dst], operation.process_group
@@ -288,7 +290,7 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) ->
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
-    """A send or recv for every route of a rank."""
+    """Builds one send or recv for each route of a rank."""
     sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
     whole = b.layouts[name]
     equal = b.size(Size(whole.count, (), i.count), i) if isinstance(i.count, int) else 0
@@ -318,7 +320,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
 
 
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> SimulationStep:
-    """Operations that are posted together."""
+    """Binds communications that are posted together."""
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
     def step(run: Run) -> None:

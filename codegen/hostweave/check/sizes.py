@@ -1,4 +1,4 @@
-"""Small sizes at which a program is checked, such that every size is an integer."""
+"""Small sizes at which a program is checked, chosen so that every derived size is an integer."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
@@ -17,27 +17,27 @@ from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
 
-SizeSteps = dict[str, tuple[int, int]]  # size -> (its divisor, or 0 if it is fixed; its smallest value)
+SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number that must divide it, or 0 if it is fixed; its smallest value)
 
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every derived size of `program` is an integer: {'M': 12, 'K': 2, 'N': 2}.
+    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}.
 
-    A size that counts the steps of a loop is large enough to use each stream twice. Dims are shared evenly where possible.
+    If a size is a trip count, each stream is used at least twice. Dims are sharded evenly if possible.
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    least = {name: size for name, (_, size) in steps.items()}  # if no sizes fit, the error is raised at these
+    least = {name: size for name, (_, size) in steps.items()}  # the sizes for which an error is raised if none fit
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
-MOST_CALLS = 4  # calls of a repeat: the first, the last, and one or two between, because carried values alternate between two buffers
+MOST_CALLS = 4  # calls of a repeat: the first, the last, and one or two between them, because carried values alternate between two buffers
 USUAL = 4096  # smallest value of a size that is not given
 
 
 def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The given sizes. Other sizes are 4096, or the next value that divides as required."""
+    """The given sizes. Other sizes are 4096, or the next larger value that divides as required."""
     least, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
@@ -56,7 +56,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # It suffices that the first symbol is a multiple of the divisor. For a size of one symbol this is also necessary.
+            # It suffices that the first symbol is a multiple of the divisor. If the size has only one symbol, this is also necessary.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
@@ -64,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """The smallest depth with the parity of `count` at which all tensors exist that the program selects by a constant index."""
+    """The smallest depth that has the parity of `count`, and at which all tensors exist that the program selects by a constant index."""
     types, stated = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -77,13 +77,13 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(fitting, count)
 
 
-MOST_STEPS = (16, 256, 4096)  # values of a size that are tried, from the smallest on, in consecutive searches
+MOST_STEPS = (16, 256, 4096)  # number of values that are tried per size; if a search fails, the next one tries more
 MOST_TRIES = 2**14  # per search
 
 
 def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes that fit slices, sums of sizes and divisors of means; None if none are found. Each is tried in steps, from its smallest
-    value."""
+    """Sizes at which slices fit, and sums and divisors of means are positive. None if none are found. Values of each size are tried in
+    steps, from the smallest."""
     wanted = [(size, 0) for size in not_negative(program)]
     wanted += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
@@ -92,9 +92,10 @@ def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | No
 
 
 def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """Backtracking search: chooses one size after another, and revises a choice if no later size fits."""
+    """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}  # grouped by the last symbol of each size
+    # requirements by the last of their symbols in the order of `names`
+    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, least in wanted:
         if size.symbols:
             decided[max(size.symbols, key=names.index)].append((size, least))
@@ -102,7 +103,7 @@ def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dic
     def fits(name: str) -> bool:
         try:
             return all(size.bind(chosen) >= least for size, least in decided[name])
-        except ValueError:  # a sum that does not divide
+        except ValueError:  # a sum that does not divide evenly
             return False
 
     def fit_from(at: int) -> bool:
@@ -118,28 +119,29 @@ def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dic
     return chosen if fit_from(0) else None
 
 
-ROOM, SHARD = 3, 2  # minimum elements of a dim, and of each shard
-MOST_ELEMENTS = 2**14  # above, only dims that add few elements are enlarged
+ROOM, SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
+MOST_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
 NEAR = 64  # largest ratio to the minimal size
-LITTLE = 1.5  # largest ratio of elements
+LITTLE = 1.5  # largest ratio of the numbers of elements
 
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tuple[dict[str, int], ...]:
-    """Small sizes that ranks share evenly, sizes that they share unevenly if allowed, and larger sizes for conditions on sizes.
+    """Small sizes to check: sizes that divide evenly, sizes that do not (if the program allows them), and larger sizes at which conditions
+    on sizes change.
 
-    Conditions that need sizes over `most_times` as large are skipped.
+    Skips a condition that changes only at sizes more than `most_times` as large.
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     deciding = {name for condition in conditions for name in _decides(condition)}
     least = _roomy(program, deciding)
     small = (least, *_uneven(program, least))
-    times: dict[str, int] = {}  # multiple of the minimal size
+    times: dict[str, int] = {}  # factor relative to the minimal size
     for condition in conditions:
         found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
         if larger := [name for name, factor in found.items() if 1 < factor <= most_times]:
-            name = min(larger, key=lambda name: (name not in times, found[name]))  # one size is enough
+            name = min(larger, key=lambda name: (name not in times, found[name]))  # one symbol is enough
             times[name] = max(times.get(name, 1), found[name])
     if not times:
         return small
@@ -148,7 +150,8 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
 
 
 def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.HostProgram | None:
-    """The program with the other branch of each condition that needs sizes over `most_times` as large; None if there is none."""
+    """The program with the other branch of each condition that changes only at sizes more than `most_times` as large. None if there is no
+    such condition."""
     least = RankSizes(sizes_to_check(program, most_times)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -163,7 +166,7 @@ def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.Hos
 
 
 def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
-    """Returns the minimal sizes, larger where no loop counts them, so that a mistake inside a shard shows."""
+    """Minimal sizes, enlarged where no loop iterates over them, so that a mistake inside a shard shows."""
     least = minimal_sizes(program)
     walked = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in least.items()}
@@ -179,7 +182,7 @@ def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
-    """Returns the number of elements of all buffers of a rank, approximately if sizes do not divide."""
+    """Number of elements of all buffers of a rank. Approximate if sizes do not divide evenly."""
     known = RankSizes(sizes, program.mesh)
     return sum(prod(_about(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
 
@@ -192,7 +195,7 @@ def _about(size: Size, sizes: RankSizes) -> float:
 
 
 def _decides(condition: Expr) -> list[str]:
-    """The symbols of a condition on sizes alone."""
+    """The symbols of a condition that depends only on sizes. Empty for other conditions."""
     found = leaves(condition)
     sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
     is_of_sizes = len(sizes) + sum(isinstance(leaf, Const) for leaf in found) == len(found)
@@ -200,7 +203,7 @@ def _decides(condition: Expr) -> list[str]:
 
 
 def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
-    """Factor by which a size must grow for a condition to flip; 1 if it never flips."""
+    """Factor by which a size must grow for the condition to change. 1 if it never changes."""
 
     def holds(times: int) -> int:
         return compiled(condition, RankSizes({**least, name: least[name] * times}, least.mesh))({})
@@ -209,15 +212,15 @@ def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
 
 
 def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for those that ranks may share unevenly.
+    """Larger sizes for symbols that may not divide evenly.
 
-    The sizes differ, because the transpose of a square looks like its inverse. Some rank has two elements of each dim, because the sum of
-    one element is also its maximum.
+    All sizes differ, because the transpose of a square would look like its inverse. Some rank has two elements of each dim, because the sum
+    of one element is also its maximum.
     """
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
-    ranks = dict.fromkeys(program.uneven, 1)  # largest number of ranks that share a size
+    ranks = dict.fromkeys(program.uneven, 1)  # largest number of ranks that split a size
     for dim_size in all_sizes(program):
         for atom in dim_size.atoms:
             if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:
@@ -225,7 +228,7 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
     for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
-        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag shards are equal
+        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag, all shards are equal
             steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
     uneven: SizeSteps = {}
     for name, size in least.items():
@@ -239,7 +242,7 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
 
 
 def all_sizes(program: ir.HostProgram) -> Iterator[Size]:
-    """All sizes of the program's memory and loops that must be integers."""
+    """All sizes of the program's memory and loops, which must be integers."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape
     for _, type in ir.defined_types(program):

@@ -1,8 +1,8 @@
-"""Parts of a chunk loop, and the number of shards of the dim that it streams.
+"""Splits a chunk loop into parts with equal chunks, and counts the shards of the dim that it iterates over.
 
     loop 3 chunks across_shards { ... }
 
-over 8 rows of a shard has 2 steps of 3 rows, and one of 2.
+For shards of 8 rows, this loop has 2 iterations of 3 rows, and one of 2 rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class LoopPart:
-    """Steps of a loop: `count` steps with `rows` rows of a shard each, from row `start` on. If `rows` is None, steps cover equal chunks of
-    all rows."""
+    """A part of a chunk loop: `count` iterations, each over `rows` rows of a shard, beginning at row `start`. If `rows` is None, the
+    iterations split all rows evenly."""
 
     count: Size
     rows: Size | None = None
@@ -27,9 +27,10 @@ class LoopPart:
 
 
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one over chunks of equal size and, if these do not divide the rows, one over the remaining rows.
+    """Parts of a loop: one with chunks of equal size and, if these do not cover all rows, one with the remaining rows.
 
-    A shard of 8 rows in 3 chunks becomes 2 steps of 3 rows and one of 2. By shard, each step covers rows of one rank.
+    A loop of 3 chunks over shards of 8 rows becomes 2 iterations of 3 rows and one of 2 rows. By shard, each iteration covers rows of one
+    rank.
     """
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
@@ -43,7 +44,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Number of shards of the streamed dim, before or after the communication of these ops."""
+    """Number of shards of the chunked dim, before or after the communication among these ops (the larger number)."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

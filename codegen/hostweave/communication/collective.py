@@ -1,4 +1,4 @@
-"""Lowers one collective, of a whole value or of one chunk of a loop."""
+"""Lowers a reshard to one collective, of a whole value or of one chunk in a loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from hostweave.types.tensor import BufferType, Dim
 
 @dataclass(frozen=True, eq=False)
 class CollectiveLowering:
-    """Lowering of a reshard on one mesh."""
+    """Lowering of one reshard that stays on its mesh."""
 
     b: Builder
     flow: Dataflow
@@ -36,7 +36,7 @@ class CollectiveLowering:
     reduction: TermReduction
 
     def run(self, steps: LoopSteps | None) -> None:
-        """Emits the collective, of the chunk of `steps` in a loop."""
+        """Emits the collective for the whole value, or for the chunk of `steps` in a loop."""
         change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
         if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
@@ -57,7 +57,7 @@ class CollectiveLowering:
                 blocks = source_blocks(b, src, shards, steps, b.types[dst])
                 with packed_destination(b, dst, steps) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
-            case "all_to_all":  # sends dim `to` of src block by block; the received blocks are consecutive along the other dim of dst
+            case "all_to_all":  # sends dim `to` of src block by block; the received blocks are contiguous along `dim` of dst
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
                 blocks = source_blocks(b, src, cut, steps)
                 with destination_blocks(b, dst, shards, steps) as landing:
@@ -69,7 +69,7 @@ class CollectiveLowering:
                 gather(b, src, dst, shards, steps)
 
     def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
-        """Gathers `src` of all ranks, one after another."""
+        """Gathers `src` of all ranks into one buffer, rank by rank."""
         b, type, wanted = self.b, self.b.types[src], f"{self.op.tensors[0]}_terms"
         shape = (Size(shards.size), *type.shape)
         if steps is None:
@@ -84,7 +84,7 @@ class CollectiveLowering:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
     def _is_uneven(self) -> bool:
-        """True if ranks may hold different shares of a dim that the op changes."""
+        """True if ranks may hold shards of different sizes of a dim that the op changes."""
         dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
         mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
         return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
@@ -93,13 +93,14 @@ class CollectiveLowering:
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Copies to and from padded buffers, in which each block has the size of the largest one. Windows need equal sizes on all ranks."""
+        """Copies to and from padded buffers, in which all blocks have the size of the largest one. Windows need equal sizes on all
+        ranks."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)
 
         def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
-            """Padded memory of a buffer, and the view of the part that it fills."""
+            """A padded buffer, and the view of its part that holds the data."""
             sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
             made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
             return made, b.first(made, b.types[name].shape, f"{name}_part")
@@ -113,7 +114,7 @@ class CollectiveLowering:
 
 
 def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:
-    """Gathers `src` of all ranks to `dst`. `wants_own` is False if this rank's own block need not be in `dst`."""
+    """Gathers `src` of all ranks to `dst`. `wants_own` is False if `dst` need not contain this rank's block."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
 
@@ -123,11 +124,11 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
         collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
 
 
-# --- gathers that keep shards separate -----------------------------------------------------------------------------------
+# --- gathers that keep shards separate --------------------------------------------------------------------------------
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers shards one after another into one buffer. The rank's own shard is not copied; its readers use the source."""
+    """Gathers the shards of all ranks into one buffer, rank by rank. The rank's own shard is not copied; its readers use the source."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -136,8 +137,8 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
-    """Copies the shard of a step from such a gather, or from the source if it is this rank's shard. `arrived` emits the copy of other
-    shards."""
+    """Copies the shard of an iteration out of the buffer of `gather_apart`, or out of the source if the shard is this rank's. `arrived`
+    emits the copy of another rank's shard."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

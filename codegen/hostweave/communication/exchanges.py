@@ -1,8 +1,8 @@
-"""Collectives on one-sided channels, outside of loops. Ranks get from each other's windows, synchronised by signals.
+"""Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, synchronised by signals.
 
-    all_gather %x -> %y on x
+    On two ranks
 
-of two ranks becomes
+becomes
 
     copy %x -> %x_packed                               # if %x is not in a window
     signal 0 at 1 - rank.x for %x_packed on x          # ready to be read
@@ -12,7 +12,7 @@ of two ranks becomes
     signal 0 at 1 - rank.x for %x_packed on x          # has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-If the operand of a gather is not in a window, such as an input, ranks put it to its place on the peers:
+If the operand of a gather is not in a window, such as an input, each rank puts it to its block on the peers:
 
     signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
@@ -20,11 +20,11 @@ If the operand of a gather is not in a window, such as an input, ranks put it to
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so ranks cannot block each other. It waits for all peers before it signals again. In a CUDA graph a
-signal may be given only after its receiver has waited for the previous one.
+Each rank signals before it waits, so ranks cannot block each other. It waits for all peers before it signals again: in a CUDA graph, the
+next signal may be sent only after the receiver has waited for the previous one.
 
-In a reduction a rank gets the others' terms of its part, and a kernel adds them to its own term in place. For small tensors each rank gets
-all terms and sums them in rank order, so all ranks round equally.
+In a reduction, a rank gets the terms of its block from the peers, and a kernel sums them. For small tensors, each rank gets all terms and
+sums them in rank order, so that all ranks round alike.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,14 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-SMALL = 1 << 15  # bytes: below this size latency dominates, so each rank reads everything at once instead of its part in two rounds
+# bytes; smaller tensors are bound by latency, so each rank reads all terms at once, instead of one block in each of two rounds
+SMALL = 1 << 15
 
 
 class Exchange(Signals):
-    """Collectives of a process group through one-sided transfers. Has the same methods as `Posted`."""
+    """Emits the collectives of a process group as one-sided transfers. Has the same methods as `Posted`."""
 
-    takes_uneven = False  # in an all_to_all a block's size depends on two ranks
+    takes_uneven = False  # in an all_to_all, the size of a block depends on two ranks
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -69,7 +70,7 @@ class Exchange(Signals):
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
-        """Gathers the other ranks' terms one after another and sums them."""
+        """Gets the terms of the other ranks into one buffer, and sums them."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -87,7 +88,8 @@ class Exchange(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Each rank reduces its part, and the others read it. Small or uneven tensors are gathered and reduced on every rank."""
+        """Each rank reduces its block, and the others read the result. Small or uneven tensors are gathered and then reduced on every
+        rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -128,7 +130,7 @@ class Exchange(Signals):
             self.permute(src, dst, sources)
 
     def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Emits separate instructions for each rank."""
+        """Emits different instructions for each rank."""
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -144,12 +146,12 @@ class Exchange(Signals):
                 if receiver != rank:
                     self.wait_for(Const(receiver), src)
 
-    # --- building blocks ---
+    # --- shared by several collectives -----------------------------------------------------------------------------------
 
     def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
-        """Gets a part of each peer's `src`. `taken` returns the source and the destination for a peer.
+        """Gets data from each peer. `taken` returns the source on the peer and the destination here.
 
-        `along` is the dim in which the peer's block lies, if blocks may differ in size.
+        `along` is the dim of the destination in which only the peer's block is written, if blocks may differ in size.
         """
         self.signal(src)
         copy_own()
@@ -158,7 +160,7 @@ class Exchange(Signals):
         self.wait(src)
 
     def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        """Puts `src` to each peer, at this rank's block `own` of `dst`."""
+        """Puts `src` to each peer, into this rank's block `own` of `dst`."""
         self.signal(dst)
         copy_own()
         self.wait(dst)
@@ -166,12 +168,12 @@ class Exchange(Signals):
         self.wait(dst)
 
     def take(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
-        """Waits for the peer's signal, then gets."""
+        """Waits for the peer's signal, then gets from the peer."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
-        """Waits and gets, then signals the peer that its buffer was read."""
+        """Waits for the peer's signal and gets, then signals the peer that its buffer has been read."""
         self.take(peer, src, dst)
         self.signal_to(peer, src)
 
@@ -179,15 +181,16 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def keep(self, src: str, dst: str) -> None:
-        """Copies a buffer on this rank. The sizes of `dst` may be named along other axes."""
+        """Copies a buffer on this rank. The sizes of `dst` may be named after other mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation that is in a window, or will be. A part could have another offset on a peer."""
+        """True if the buffer is a whole allocation that is in a window, or will be. A part of one could have a different offset on a
+        peer."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """Returns `src` if it is in a window, otherwise a copy of it."""
+        """Returns `src` if it is in a window, otherwise a copy that is."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
@@ -195,7 +198,7 @@ class Exchange(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """View of a buffer with one block per rank outermost. Without `block`, a block has all other dims."""
+        """View of a buffer whose outermost dim is the rank. Without `block`, all other dims form a block."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 
@@ -203,7 +206,7 @@ class Exchange(Signals):
         return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
 
     def own_block(self, packed: str, block: tuple[Size, ...], along: int | None) -> str:
-        """View of this rank's block of a packed buffer. Blocks may differ in size if `along` is given."""
+        """View of this rank's block in a buffer with one block per rank. If `along` is given, blocks may differ in size."""
         if along is None:
             return self.block(self.by_rank(packed, block), self.rank)
         shape = self.b.types[packed].shape

@@ -1,4 +1,4 @@
-"""Schedule p2p: in each step a rank sends a block to one rank and receives a block from another."""
+"""Schedule p2p: in each step, a rank sends a block to one peer and receives a block from another."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 class _Swap(Lowering):
     def swap(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
-        """Sends the sources and receives the destinations as one group. If the rank is the step's owner, copies instead."""
+        """Sends the sources and receives into the destinations, as one group. If this rank owns the step's block, copies instead."""
         b = self.b
 
         def exchange() -> None:
@@ -31,14 +31,15 @@ class _Swap(Lowering):
 
 
 class _P2pGather(_Swap):
-    """The owner of a block sends it to the rank that takes it in this step."""
+    """The owner of a block sends it to the rank that uses it in this step."""
 
     def step(self, steps: LoopSteps) -> None:
         self.swap(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)
 
 
 class _P2pScatter(_Swap):
-    """Each rank sends its term of a block to the owner. Terms land next to each other, one per rank, and are summed after the loop."""
+    """Each rank sends its term of a block to the owner. The terms of all ranks are received into one buffer, and are summed after the
+    loop."""
 
     def step(self, steps: LoopSteps) -> None:
         b, value = self.b, self.op.result

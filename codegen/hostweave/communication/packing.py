@@ -1,4 +1,4 @@
-"""Packing of buffers for communication: contiguous, with one block per rank outermost. Other layouts are copied."""
+"""Packs buffers for communication, which needs contiguous memory with one block per rank. Buffers with other layouts are copied."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MOST_TERMS = 8  # largest number of terms that a kernel takes as separate operands
+MOST_TERMS = 8  # with fewer terms, a kernel has each as a separate operand
 
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit` adds terms, and all slices of the last term along its outermost dim, into a buffer."""
+    """A reduction, such as `sum`. `emit` sums terms into a buffer. The last term may be a stack of terms along its outermost dim."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]
@@ -26,7 +26,7 @@ class TermReduction:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that communicate, and the dim of the buffers that holds one block per rank. `dim` is None for all_reduce."""
+    """The ranks that communicate, and the dim of a buffer that is split into one block per rank. `dim` is None for all_reduce."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -35,11 +35,11 @@ class Shards:
 
     @property
     def along(self) -> int | None:
-        """The dim, if instructions must name it because blocks may differ in size."""
+        """The dim, if instructions must name it because blocks may differ in size. None otherwise."""
         return self.dim if self.is_uneven else None
 
     def cuts(self, type: BufferType) -> Cuts:
-        """Cuts of a tensor that all ranks share along the dim."""
+        """Cuts of a tensor whose dim `dim` is split over the ranks."""
         return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(type.shape))
 
     @property
@@ -48,7 +48,7 @@ class Shards:
 
 
 def source_blocks(b: Builder, src: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> str:
-    """Packed memory with the blocks of `src`, one per rank."""
+    """Contiguous memory with the blocks of `src`, in rank order."""
     if shards.is_uneven:
         return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
     return contiguous_source(b, equal_blocks(b, src, shards, block), steps)
@@ -56,7 +56,7 @@ def source_blocks(b: Builder, src: str, shards: Shards, steps: LoopSteps | None,
 
 @contextmanager
 def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> Iterator[str]:
-    """Packed memory for the blocks of `dst`, one per rank. On exit, unpacks them to `dst`."""
+    """Contiguous memory for the blocks of `dst`, in rank order. On exit, unpacks the blocks to `dst`."""
     view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
     with packed_destination(b, view, steps) as landing:
         cuts = shards.cuts(b.types[dst])
@@ -69,7 +69,8 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | 
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
-    """Memory with the blocks of a contiguous `src` in order, its own memory if they are in order already."""
+    """Contiguous memory with the blocks of the contiguous buffer `src` in order. This is `src` itself if its blocks already are in
+    order."""
     if is_in_order(cuts):
         return src
     packed = temporary(b, src, steps)
@@ -78,19 +79,19 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with one block per rank outermost, or `full` if it has this layout. If `block` is None, the ranks get a separate
-    dim."""
+    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already in rank order. If `block` is None, the ranks
+    become a separate dim."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
         return full
-    if not block or len(shape) == len(block.shape):  # one dim still has the blocks of all ranks
+    if not block or len(shape) == len(block.shape):  # the blocks of all ranks are still merged into one dim
         blocks = b.split(full, dim, Size(shards.size), f"{full}_blocks")
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
 def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    """Returns `src` if it is contiguous, or else a contiguous copy."""
+    """Returns `src` if it is contiguous, otherwise a contiguous copy."""
     if b.is_contiguous(src):
         return src
     packed = temporary(b, src, steps)
@@ -100,7 +101,7 @@ def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
 
 @contextmanager
 def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Yields `dst` if it is contiguous, or else contiguous memory that is copied to `dst` on exit."""
+    """Yields `dst` if it is contiguous, otherwise contiguous memory that is copied to `dst` on exit."""
     if b.is_contiguous(dst):
         yield dst
         return
@@ -110,7 +111,7 @@ def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterato
 
 
 def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
-    """Allocates contiguous memory of the shape of `like`. In a loop each iteration has its own."""
+    """Allocates contiguous memory with the shape of `like`. In a loop, each iteration has separate memory."""
     type = b.types[like]
     if steps is None:
         return b.allocate_here(f"{like}_packed", type)
@@ -119,7 +120,7 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def apart(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits a few terms along the outermost dim into separate operands. Their sum can then fuse with its consumer."""
+    """Splits a few terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
 

@@ -1,4 +1,4 @@
-"""Collectives of a process group, one instruction each. Buffers are contiguous."""
+"""Collectives of a process group, each as one instruction. Buffers are contiguous."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
 class Posted:
-    """Emits collectives of a process group. If `along` is given, the blocks of that dim may differ in size."""
+    """Emits the collectives of a process group. If `along` is given, that dim is split into blocks that may differ in size."""
 
     takes_uneven = True
 
@@ -20,7 +20,7 @@ class Posted:
         self.b, self.channel = b, b.channel(axes)
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """`wants_own` is ignored: a collective always writes this rank's own block of `dst`."""
+        """Emits an all_gather. `wants_own` is ignored, because a collective always writes this rank's block of `dst`."""
         self.b.emit(ir.AllGather(src, dst, self.channel, along))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
@@ -36,10 +36,10 @@ class Posted:
         self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reduces to rank `root`. `on_root` would open a body for the root alone, and is not needed here."""
+        """Reduces to rank `root`. `on_root`, which emits for the root alone, is not needed here."""
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 
 def collectives_on(b: Builder, axes: tuple[str, ...]) -> Posted | Exchange:
-    """Returns the object that emits collectives along `axes` on the preferred transport."""
+    """Returns the object that emits collectives along `axes`, on the preferred transport."""
     return Posted(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else Exchange(b, axes)

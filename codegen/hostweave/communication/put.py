@@ -1,9 +1,9 @@
-"""Schedule put: a rank puts blocks to peers, or gets theirs, synchronised by signals. Copy engines move the data.
+"""Schedule put: a rank puts blocks to peers, or gets theirs, synchronised by signals. The copy engines move the data.
 
-All puts, gets, signals and waits of a rank are on one stream, in an order that matches its peers. A CUDA graph may run its branches as one
-queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. A rank waits for a peer's
-chunk before it puts the next one: in a graph, a signal must be waited for before the next one is given. With gets, a rank signals that
-its shard is ready, and the reader signals when it has read it.
+All puts, gets, signals and waits of a rank are on one stream, in an order that matches that of its peers. A CUDA graph may execute its
+branches as one queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. In a graph,
+the next signal may be sent only after the previous one was waited for. So a rank waits for a peer's chunk before it puts its next chunk. If
+ranks get instead, the owner signals that its shard is ready, and the reader signals that it has read the shard.
 """
 
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """Communication of one loop. The owner in `steps` is known only inside the loop."""
+    """Communication of one loop. The owner of the block in `steps` is known only inside the loop."""
 
     needs_count = True
 
@@ -47,19 +47,19 @@ class _Loop(Lowering, Signals):
 
 @dataclass(frozen=True)
 class Arriving:
-    """Memory of a gathered value in a loop."""
+    """Memory of a value that is gathered in a loop."""
 
     op: Op
-    landing: str  # where peers' chunks arrive
-    is_in_place: bool  # True if that is their final place, and False if they must be copied from there
-    shard: str | None  # memory of this rank's shard, if peers can get its chunks from there
+    landing: str  # memory that receives the chunks of peers
+    is_in_place: bool  # True if chunks are received directly into the value, False if they must be copied to it
+    shard: str | None  # memory of this rank's shard, if peers can get its chunks from it
 
 
 class PutGather(_Loop):
-    """All-gathers: a rank's own shards are used in place, and the others arrive one after another.
+    """All-gather. A rank uses its own shard in place, and the shards of peers arrive one after another.
 
-    If the program computed the shards, peers get them from its memory. If a shard is not in a window, all are put to the peers.
-    The signals are those of the first value: one covers all of them, except that each put has its own.
+    If the shards are in windows, because the program computed them, peers get them from there. If a shard of any gathered value is not, the
+    shards of all values are put to the peers. One signal covers all values, except that each put has a separate signal.
     """
 
     def begin(self) -> None:
@@ -74,7 +74,7 @@ class PutGather(_Loop):
                 self.wait(self.all[0].landing)
 
     def arriving(self, op: Op) -> Arriving:
-        """Chooses the landing memory."""
+        """Chooses the memory that receives the chunks of a value."""
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
@@ -88,23 +88,23 @@ class PutGather(_Loop):
     def shard_in_window(self, op: Op) -> str | None:
         """Memory of this rank's shard, if it is in a window and its chunks are contiguous. None otherwise."""
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
-        memory = b.memory_of(whole)  # a part could have another offset on a peer
+        memory = b.memory_of(whole)  # a part of an allocation could have a different offset on a peer
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, one: Arriving, steps: LoopSteps) -> None:
-        """Puts a chunk of this rank's shard to the rank that takes it in this step."""
+        """Puts a chunk of this rank's shard to the rank that uses it in this step."""
         own = replace(steps, owner=self.rank, suffix="own")
         peer = (self.rank - steps.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
     def source(self, one: Arriving, own: LoopSteps) -> str:
-        """A contiguous chunk of this rank's shard."""
+        """A chunk of this rank's shard, as contiguous memory."""
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
     def sender(self, steps: LoopSteps) -> Expr:
-        """Rank that puts the arriving chunk."""
+        """Rank that puts the chunk that arrives in this step."""
         return steps.owned_by
 
     def landed(self, one: Arriving, steps: LoopSteps) -> str:
@@ -158,7 +158,8 @@ class PutGather(_Loop):
 
 
 class _PutScatter(_Loop):
-    """Reduce-scatter: the other ranks' blocks come first, each put to its owner. A kernel adds the landed terms to the rank's own term."""
+    """Reduce-scatter. A rank first computes the blocks of other ranks, and puts each to its owner. A kernel adds the received terms to the
+    rank's own term."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
@@ -174,11 +175,11 @@ class _PutScatter(_Loop):
         return self.values.operand(self.op, 0, steps)
 
     def others(self, steps: LoopSteps) -> Expr:
-        """True if a step's block belongs to another rank."""
+        """True if the step's block belongs to another rank."""
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: LoopSteps) -> None:
-        """Records that the term has been computed."""
+        """Records an event once the term has been computed."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
     def after_step(self, steps: LoopSteps) -> None:
@@ -205,7 +206,7 @@ class _PutScatter(_Loop):
         self.b.emit(ir.Join(PUTS))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the chunks are contiguous
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # the index is a dummy that no expression uses
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no expression uses this index
         else:
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 
@@ -228,7 +229,7 @@ class _Put(Schedule):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, BESIDE_COPIES, added)
 
 
-# After a gather, the end of one matmul can overlap with the start of the next. A scattered chunk leaves as soon as it is computed, and
-# running several chunks at once would delay the first ones.
+# In a gather, the end of one matmul can overlap with the start of the next. In a scatter, a chunk is sent as soon as it is computed, and
+# concurrent chunks would delay the first ones.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), FIRST, most_streams=2, tried=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LAST, most_streams=1, tried=(1, 2, 4))

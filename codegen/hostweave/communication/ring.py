@@ -1,4 +1,4 @@
-"""Schedule ring: each rank forwards the block of the previous rank to the next one."""
+"""Schedule ring: each rank forwards the block that it received from the previous rank to the next rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,10 +27,11 @@ class _Ring(Lowering):
 
 
 class _PassedOn(_Ring):
-    """Ring whose values are used where they arrive."""
+    """Ring that reads values in the buffers in which they arrive."""
 
     def pass_on(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Sends chunks of values to the next rank and receives those of a later step. Records `event` for this step."""
+        """Sends chunks of values to the next rank, and receives the chunks of a later step from the previous rank. Records `event` for this
+        step."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -39,15 +40,15 @@ class _PassedOn(_Ring):
         branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Sends the first of each pair of buffers, and receives the second."""
+        """Sends the first buffer of each pair, and receives into the second."""
         channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
     def next_chunk(self, name: str, steps: LoopSteps) -> str:
-        """Buffer for the chunk that the neighbour sends in this iteration."""
+        """Buffer for the chunk that the previous rank sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # shards are consecutive
+        if name in values.by_step and name != self.adds:  # shards are contiguous in memory
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -57,8 +58,8 @@ class _PassedOn(_Ring):
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
 
     def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
-        """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the events, one
-        per step."""
+        """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the name of the
+        events, which are one per step."""
         if not steps.count.is_int:
             why = "a ring needs a number of steps that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
@@ -73,7 +74,7 @@ class _PassedOn(_Ring):
 
 
 class _RingGather(_PassedOn):
-    """Forwards the previous rank's block to the next rank, starting with its own."""
+    """Forwards each block that arrives from the previous rank to the next rank. The first block that a rank sends is its own."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -82,11 +83,12 @@ class _RingGather(_PassedOn):
 
 
 class _Sums(_PassedOn):
-    """The sum of a block grows while it travels. It ends in the memory of its owner's term and is copied from there after the loop."""
+    """The partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of its owner's term,
+    and is copied from there after the loop."""
 
     @property
     def adds(self) -> str:
-        """Result of the matmul whose terms the ring sums, seen through views."""
+        """Result of the matmul whose terms the ring sums. Views between the matmul and the reduction are skipped."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.producer[name]
@@ -113,7 +115,7 @@ class _Sums(_PassedOn):
 
 
 class _SumsByPuts(_Sums):
-    """The same ring with puts: the previous rank puts to this rank's sums after a signal that they may be written."""
+    """The same ring with puts. The previous rank puts into this rank's sums, after a signal that they may be overwritten."""
 
     needs_count = True
 
@@ -123,14 +125,14 @@ class _SumsByPuts(_Sums):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Puts to the same buffer on the next rank."""
+        """Puts each chunk to the same buffer on the next rank."""
         ((src, arriving),), channel = chunks, self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
 class _GatherByPuts(_Ring, put.PutGather):
-    """Each rank puts its own shard to the next rank, then the chunks that arrive from the previous one."""
+    """Each rank first puts its own shard to the next rank, and then the chunks that it receives from the previous rank."""
 
     def shard_in_window(self, op: Op) -> str | None:
         """Returns None: peers never get from this rank."""
@@ -146,7 +148,7 @@ class _GatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.Arriving, steps: LoopSteps) -> None:
-        """Puts the chunk that this rank held one shard earlier."""
+        """Puts the chunk that this rank received (or had) one shard earlier."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

@@ -1,10 +1,10 @@
-"""Schedules: algorithms that move the chunks of one reshard in a loop. Each is an object in a separate file; `schedules.py` lists them.
+"""Schedules: algorithms that move the chunks of one reshard in a loop. Each is an object in a separate file. `schedules.py` lists them.
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p of all_gathers. A schedule states the reshards that it fits, and its cost. Its `Lowering` emits the instructions before
-the loop, in a step, and after the loop.
+uses schedule p2p for all_gathers. A schedule knows which reshards it supports, and their cost. Its `Lowering` emits the instructions
+before the loop, in an iteration, and after the loop.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather starts with the rank's own shard, which is ready. A reduce-scatter ends with it, since it need not travel.
+# A gather begins with the rank's own shard, which is available immediately. A reduce-scatter ends with it, because it is not sent.
 FIRST, LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One algorithm of a chunk loop, for reshards of one kind."""
+    """An algorithm for the communication of a chunk loop, for one kind of reshard."""
 
     name: str  # the user's `algorithm=`
     kind: str
-    lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]  # pairs of requirements for a channel and the lowering to use
-    rotation: str | None = None  # first block of a rank
-    most_streams: int | None = None  # largest number of streams for the iterations; None means the limit of the options
+    # pairs: the instructions that the channel's transport must support, and the lowering that uses them
+    lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
+    rotation: str | None = None  # when a rank computes its own block
+    most_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options
     tried: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """Sets of capabilities: a channel must carry all of one set."""
+        """Sets of instructions. A channel's transport must support all of one set."""
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if it can do a reshard with a transport. `is_counted` tells if the number of steps is known."""
+        """True if the schedule supports a reshard on this transport. `is_counted` is True if the number of iterations is known."""
         needs_count = self.lowering(transport).needs_count
         is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
         return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
-        """Numbers of chunks that the cost model tries."""
+        """Total numbers of chunks that the cost model tries."""
         return tuple(count * ranks for count in self.tried)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        """Predicted seconds of the loop, if kernels send a chunk to one rank after another."""
+        """Predicted seconds of the loop, if kernels send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
@@ -65,20 +66,21 @@ class Schedule:
         return overlap.in_chunks(machine, chunks, own, transfer, slower, BESIDE_KERNELS, added)
 
     def lowering(self, transport: Transport) -> type[Lowering]:
-        """Returns the class that lowers it on a transport."""
+        """Returns the class that lowers the schedule on a transport."""
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 
 
 class Lowering:
-    """Lowering of the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
+    """Lowers the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
 
-    needs_count: ClassVar[bool] = False  # needs a known number of steps, and supports no reductions except sums
-    multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to the contents of the buffer
+    needs_count: ClassVar[bool] = False  # if True, the number of iterations must be known, and sums are the only reductions
+    # emits the matmul that computes `adds`; with True, the matmul accumulates into the buffer
+    multiply: Callable[[bool], None] | None = None
 
     def __init__(
         self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
     ):
-        """`ops` is one reshard, or gathers that move together. `in_loop` holds the names of values that ops of the loop compute."""
+        """`ops` is one reshard, or several gathers that move together. `in_loop` has the names of values that the loop computes."""
         self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
         self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
@@ -87,17 +89,18 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """The value whose matmul the schedule emits itself, so that it accumulates into an arrived sum. None if there is none."""
+        """The value whose matmul the schedule itself emits, to accumulate into a sum that has arrived. None if there is none."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the block in a step of a loop by shard. Rotated, so that all ranks address different peers in each step."""
+        """Owner of an iteration's block in a loop by shard. Rotated by this rank's index, so that ranks address different peers at any
+        time."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         rank = self.rank + shift if shift else self.rank
         return Var(self.b.let(name, (rank + steps.distance) % steps.shards))
 
     def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
-        """Source and destination of each op in a step."""
+        """Source and destination of each op in an iteration."""
         return [(self.values.operand(op, 0, steps), self.values.destination(op, steps)) for op in self.ops]
 
     def copy(self, moves: Sequence[tuple[str, str]]) -> None:
@@ -108,17 +111,17 @@ class Lowering:
         """Emits instructions before the loop."""
 
     def before_step(self, steps: LoopSteps) -> None:
-        """Emits instructions of each iteration, before its stream block."""
+        """Emits instructions in each iteration, before its stream block."""
 
     def step(self, steps: LoopSteps) -> None:
-        """Emits all ops in the stream block of an iteration."""
+        """Emits all ops, in the stream block of an iteration."""
         raise NotImplementedError
 
     def after_step(self, steps: LoopSteps) -> None:
-        """Emits instructions of each iteration, after its stream block."""
+        """Emits instructions in each iteration, after its stream block."""
 
     def end(self) -> None:
         """Emits instructions after the loop."""
 
     def after_join(self) -> None:
-        """Emits instructions after the loop's streams are joined."""
+        """Emits instructions after the streams of the loop are joined."""

@@ -1,4 +1,4 @@
-"""List of all schedules of chunk loops, filtered by the options."""
+"""The list of all schedules of chunk loops, and its selection by the options."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,7 +8,7 @@ from hostweave.fusion_ir.choice import Choice, Way
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS, Transport
 
-# The first schedule of a kind that fits is the default.
+# The first schedule that supports a reshard is the default.
 SCHEDULES: tuple[Schedule, ...] = (
     *(p2p.GATHER, broadcast.BROADCAST, put.GATHER, ring.GATHER),
     *(p2p.SCATTER, put.SCATTER, ring.SCATTER, broadcast.REDUCE),
@@ -18,7 +18,7 @@ NAMES = tuple(dict.fromkeys(schedule.name for schedule in SCHEDULES))
 
 
 def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transport]]:
-    """Schedules for one kind of reshard for which the options have a transport."""
+    """Schedules for one kind of reshard, each with the first transport of the options that supports it."""
     for schedule in SCHEDULES:
         if schedule.kind == kind and (transport := options.transport_carrying(*schedule.needs)):
             yield schedule, transport
@@ -36,12 +36,12 @@ def find_schedule(kind: str, name: str) -> Schedule:
 
 
 def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool:
-    """True if a chosen way needs a transport that ranks may be unable to use."""
+    """True if a chosen alternative needs a transport that some ranks may be unable to use."""
     return any(choice.taken.chunks and transport_of(choice.taken, options).is_optional for choice in choices)
 
 
 def transport_of(way: Way, options: Options) -> Transport:
-    """Transport of a chosen way. Outside of loops, it carries copies by put or get."""
+    """Transport of a chosen alternative. Outside of loops, this is the transport of the puts or gets."""
     needs = next((schedule.needs for schedule in SCHEDULES if schedule.name == way.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport

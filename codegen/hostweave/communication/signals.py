@@ -1,4 +1,4 @@
-"""Signals between the ranks of a process group."""
+"""Emits signals between the ranks of a process group."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
-SIGNAL = 0  # the only signal number that all libraries have
-NUMBERS = 64  # number of signals, for moves between meshes
+SIGNAL = 0  # the only counter that all libraries have
+NUMBERS = 64  # number of counters, for moves between meshes
 
 
 class Signals:
-    """Emits signals and waits of one rank on a one-sided channel of its process group."""
+    """Emits the signals and waits of one rank, on a one-sided channel of its process group."""
 
     def __init__(self, b: Builder, axes: tuple[str, ...]):
         """`axes` are axes of the current mesh."""
@@ -31,7 +31,7 @@ class Signals:
         self.b.emit(ir.For(index.name, Size(count), tuple(body)))
 
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """Emits code for each peer. `emit` gets the peer's rank and its position among this rank's peers."""
+        """Emits code for each peer. `emit` gets the peer's index in the process group, and its index among this rank's peers."""
         if self.size == 2:
             emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
@@ -47,9 +47,9 @@ class Signals:
         self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
 
     def signal(self, buffer: str) -> None:
-        """Signals all peers."""
+        """Sends a signal to each peer."""
         self.each_peer(lambda peer: self.signal_to(peer, buffer))
 
     def wait(self, buffer: str) -> None:
-        """Waits for one signal of each peer."""
+        """Waits for one signal from each peer."""
         self.each_peer(lambda peer: self.wait_for(peer, buffer))

@@ -1,7 +1,7 @@
 """Facts about values and loop iterations that lowering needs.
 
-`Dataflow` gives producers, consumers, local types and views. `Steps` describes one iteration of a chunk loop: its chunk and that chunk's
-owner.
+`Dataflow` gives producers, consumers, local types and views of a fusion. `LoopSteps` describes an iteration of a chunk loop: its chunk, and
+the rank that owns the chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Dataflow:
     """Dataflow of a fusion in which each reshard is one communication or one local slice."""
 
     fusion: Fusion
-    uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
 
     @property
     def mesh(self) -> Mesh:
@@ -47,7 +47,7 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
-        """Ops that read each value, once per operand."""
+        """Ops that read each value, one entry per operand."""
         return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
     # --- local types ---
@@ -56,7 +56,7 @@ class Dataflow:
         return op.result.type.mesh_in(self.mesh)
 
     def local(self, value: Value) -> BufferType:
-        """Type of a rank's local buffer of a value."""
+        """Type of the local buffer that a rank has for a value."""
         return value.type.local(self.mesh, self.uneven)
 
     # --- facts about ops ---
@@ -65,8 +65,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of the target mesh already holds its shard of a transfer. The shard is then a view: its whole local tensor, or
-        a part of an unsharded dim."""
+        """True if each rank of the target mesh of a transfer already holds its shard. The transfer is then a view of the rank's local
+        tensor, or of a part of it along unsharded dims."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -74,7 +74,8 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """True if an op only does pointer arithmetic. Includes reductions of one local element, and transfers of local data."""
+        """True if an op is only pointer arithmetic. This includes reductions over one local element, and transfers of data that the rank
+        already holds."""
         if op.kind == "transfer":
             return self.is_local(op)
         if OPS[op.kind].combine:
@@ -82,7 +83,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """Name of the value whose memory a value is a view of."""
+        """Name of the value that is the source of all views up to this value."""
         op = self.producer.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
@@ -92,22 +93,23 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class LoopSteps:
-    """Iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
+    """Iterations of one loop. `shards` is the number of ranks of `mesh` that split the chunked dim, before or after the loop's
+    communication.
 
-    By shard, an iteration takes block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it takes the same slice of every
-    rank's shard. A loop over a part of each shard takes `rows` rows per chunk, from row `start` on.
+    By shard, an iteration covers block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it covers the same slice of
+    every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first begins at row `start`.
     """
 
     mesh: Mesh
     index: Var
-    count: Size  # iterations
-    drops_dim: bool  # an iteration takes a single index and drops the dim
+    count: Size  # number of iterations
+    drops_dim: bool  # an iteration covers a single index, and its values lack the dim
     shards: int
-    owner: Expr | None = None  # by shard: rank that owns the block
-    uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+    owner: Expr | None = None  # by shard: the rank that owns the block
+    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
     rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
     start: int = 0
-    suffix: str = ""  # suffix of names of chunks; "" means the loop index of the iteration
+    suffix: str = ""  # suffix for the names of chunks; "" is the loop index of the iteration
 
     @property
     def subchunks(self) -> Size:
@@ -115,19 +117,19 @@ class LoopSteps:
 
     @property
     def owned_by(self) -> Expr:
-        """`owner`, in a loop by shard."""
+        """`owner`, which is known in a loop by shard."""
         assert self.owner is not None
         return self.owner
 
     @property
     def rows_of_chunk(self) -> Size:
-        """`rows`, in a loop over a part of each shard."""
+        """`rows`, which is known in a loop over a part of each shard."""
         assert self.rows is not None
         return self.rows
 
     @property
     def distance(self) -> Expr:
-        """Distance in ranks from this rank to the owner, in a loop by shard."""
+        """In a loop by shard, the number of ranks from this rank to the owner."""
         return self.index // expr_of(self.subchunks)
 
     @property
@@ -136,28 +138,28 @@ class LoopSteps:
 
     @property
     def block(self) -> Expr:
-        """Block index in the global dim if by shard, or the slice index in each shard."""
+        """Index of the block in the global dim (by shard), or of the slice in each shard (across shards)."""
         return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The ring iteration whose block the neighbour sends in this iteration."""
+        """The iteration whose block the previous rank of a ring sends in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
-        """Number of shards of this dim in a rank's local tensor of a value."""
+        """Number of shards of this dim that a rank's local tensor contains."""
         return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
 
     def splits(self, value: Value, dim: int) -> bool:
-        """True if an iteration takes a slice of each of several local shards of this dim."""
+        """True if a rank's local tensor contains several shards of this dim, and an iteration covers a slice of each."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
     def rows_in(self, size: Size) -> Size:
-        """Number of rows that the loop visits in a shard of `size` rows."""
+        """Number of rows that the loop covers in a shard of `size` rows."""
         return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
 
     def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
-        """View of the rows that the loop visits, in a buffer with one shard in `dim`."""
+        """View of the rows that the loop covers, in a buffer with one shard along `dim`."""
         return builder.slice(buffer, dim, self.rows_in(builder.types[buffer].shape[dim]), Const(self.start), wanted)
 
     def subchunks_of(self, value: Value, dim: int) -> Size:
@@ -179,7 +181,7 @@ def expr_of(size: Size | Sum) -> Expr:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """This rank's number in its process group, row-major over the axes as named."""
+    """Index of this rank in its process group, in row-major order of the given axes."""
     number: Expr = Const(0)
     for axis in axes:
         number = number * mesh.axis_size(axis) + Coordinate(axis)
@@ -187,9 +189,9 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
 
 
 def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
-    """View of the chunk of one iteration in `buffer`, which holds `value` with its dims in order.
+    """View of an iteration's chunk in `buffer`, which holds `value` with its dims in order.
 
-    If the iteration takes a slice of several shards, the dim becomes two: the shards, and the slice of each.
+    If the iteration covers a slice of several shards, the view has two dims in place of `dim`: the shards, and the slice of each.
     """
     index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
     if steps.splits(value, dim):
@@ -217,7 +219,7 @@ def _first_row(steps: LoopSteps, shard: Size, shards: int) -> Expr:
 
 
 def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
-    """Shape of the chunk that `chunk` views."""
+    """Shape of the view that `chunk` makes."""
     shape = value.type.local_shape(mesh, steps.uneven)
     size = shape[dim]
     shards: tuple[Size, ...] = ()
@@ -236,7 +238,7 @@ def keeps_dim(op: Op) -> bool:
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
-    """Position of an op's dim in the chunks of one iteration. `source` is the op's first operand."""
+    """Index, in the chunks of one iteration, of dim `dim` of an op. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:
         return dim

@@ -1,6 +1,7 @@
-"""Moves between meshes. Each side is in the body of its mesh, or both are in one group if a rank may be in both meshes.
+"""Moves between meshes. The sends are in the `on` body of the source mesh, and the receives in that of the target mesh. If a rank may be in
+both meshes, sends and receives are in one group.
 
-If ranks may share a dim unevenly, blocks end where a shard of either mesh ends.
+If a dim may be sharded unevenly, blocks end wherever a shard of either mesh ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,17 +27,17 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import TensorType
 
-COPIES = "copies"  # mesh axis of a sender and the ranks that receive the same data from it
+COPIES = "copies"  # mesh axis of a sender and of the ranks to which it sends the same data
 
-MakesBuffer = Callable[[], str]  # returns the buffer to send or receive, in the body of its mesh
+MakesBuffer = Callable[[], str]  # returns the buffer to send or receive; called in the body of its mesh
 
 
 class Transfers:
-    """Moves of one body, and the waits that must follow them."""
+    """Emits moves between meshes, and later the waits that must follow them."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.unread: list[Callable[[], None]] = []  # emitters of waits for readers to finish
+        self.unread: list[Callable[[], None]] = []  # functions that emit waits of senders until readers have finished
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -48,7 +49,7 @@ class Transfers:
         self.unread.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
 
     def reduce(self, op: Op, reduction: TermReduction) -> None:
-        """Reduces to the one rank of the result's mesh."""
+        """Reduces to the single rank of each process group that is in the result's mesh."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
             src = contiguous_source(b, self.values.operand(op, 0, None), None)
@@ -89,10 +90,10 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 
 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
-    """Moves through a one-sided channel: receivers get from a window of the sender. Returns the emitter of the sender's waits.
+    """Moves through a one-sided channel: receivers get from a window of the sender. Returns a function that emits the sender's waits.
 
-    A sender signals that its window is ready, and each reader signals that it has read. `number` is the signal, unique among moves whose
-    waits are pending.
+    A sender signals that its window is ready, and each reader signals that it has read the window. `number` is the signal counter, which
+    differs from those of all moves whose waits have not been emitted.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -105,7 +106,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
         return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
 
     def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
-        """Emits each route's part for the rank that `rank_of` returns, in order."""
+        """Emits the instructions of each route in order, on the rank that `rank_of` returns."""
         for route in chosen:
             with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
                 emit(route)
@@ -116,7 +117,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             same_dims = prod(blocks.sent) == prod(blocks.received) == 1
             (ranks.keep if same_dims else ranks.copy)(sent, landed)
             return
-        if route in first:  # a pair of ranks signals once, for all its routes
+        if route in first:  # two ranks signal each other once for all their routes
             ranks.wait_for(Const(route.sender), sent, number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
@@ -131,7 +132,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
-    """Cuts of the local tensors of both sides. None if all blocks are equal."""
+    """Cuts of the local tensors on both meshes. None if all blocks are equal."""
     source, target = flow.values[op.tensors[0]], op.result
     dims = shared_dims(source.type, target.type, flow.mesh)
     if not any(dim.is_uneven(flow.uneven) for dim in dims):
@@ -148,7 +149,7 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
 
 
 def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: MakesBuffer, dst: MakesBuffer) -> None:
-    """Broadcasts within groups of one sender and its receivers. No rank is in two groups."""
+    """Broadcasts from each sender to its receivers, with one process group per sender. No rank is in two groups."""
     with b.on(source):
         full = src()
         sent, shape = _blocks_to_send(b, full, blocks, None, None), b.types[full].shape
@@ -161,26 +162,26 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the copy uses the sizes' names on the other mesh
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the copy names the sizes as the target mesh does
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
-    """Memory with the blocks of `src` in order: its own, or a copy."""
+    """Contiguous memory with the blocks of `src` in order: that of `src`, or a copy."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    packed = temporary(b, in_order, steps)  # a view cannot be named outside its mesh's body, where both meshes post together
+    packed = temporary(b, in_order, steps)  # a view is not visible outside of its mesh's body, where both meshes post together
     b.emit(ir.Copy(in_order, packed))
     return packed
 
 
 @contextmanager
 def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
-    """Memory for the blocks of `dst()` in order. On exit, copies them to `dst()` unless it is the same memory."""
+    """Contiguous memory for the blocks of `dst()` in order. On exit, copies them to `dst()`, unless it is the same memory."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
@@ -188,14 +189,15 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # new views, because the `on` body of the first ones may have ended
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # makes new views, because the `on` body of the first ones may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """View of `whole` with the block indices of all dims outermost, in row-major order. A single block needs no view."""
+    """View of `whole` in which the block indices of all dims come first, in row-major order. If there is a single block, this is
+    `whole`."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -211,7 +213,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All sends of this rank. A single send if each block travels `distance` ranks."""
+    """All sends of this rank. If every block travels `distance` ranks, this is a single send."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

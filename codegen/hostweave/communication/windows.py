@@ -1,4 +1,4 @@
-"""Windows: memory that peers can access. It holds the operands of gets and puts."""
+"""Windows: memory that peers can access. The operands of gets and puts are in windows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks the parameters that peers access as parameters in windows, also in called functions."""
+    """Marks the parameters that peers access, directly or in called functions, as parameters in windows."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):
@@ -25,7 +25,7 @@ def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) 
 
 
 def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
-    """Alias roots of buffers."""
+    """Alias roots of these buffers."""
     roots = tree.AliasRoots()
     for i in tree.walk(body):
         roots.define(i)
@@ -33,7 +33,7 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Allocates memory of one size on all ranks, and a view of the part that this rank needs."""
+    """Allocates memory of the same size on all ranks, and a view of the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
@@ -47,7 +47,8 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate the windows, even of `on` bodies."""
+    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate each window, even if only an `on` body uses
+    it."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     roots = roots_of(body, named)

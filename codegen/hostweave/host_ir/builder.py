@@ -1,6 +1,7 @@
-"""Builder of host programs: unique names, types of views, nested bodies. Omits identity views and shares equal ones.
+"""Builder of host programs: makes names unique, infers types of views, and nests bodies. Omits identity views, and reuses equal views.
 
-While `mesh` is set, only its ranks execute the emitted instructions. Consecutive instructions of one mesh share an `on` body.
+While `mesh` is set, only the ranks of that mesh execute the emitted instructions. Consecutive instructions of one mesh go into one `on`
+body.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Scope:
-    """A body under construction, and the views visible in it: instructions for all ranks, and instructions of the current `on` body."""
+    """A body under construction, and the views that are visible in it. Views of the current `on` body are kept separately."""
 
     def __init__(self) -> None:
         self.instructions: list[tree.Instruction] = []
@@ -32,7 +33,7 @@ class _Scope:
         self.integers: list[str] = []
 
     def move_to(self, mesh: Mesh | None) -> None:
-        """Sets the ranks of the next instructions. Views of another `on` body go out of scope."""
+        """Sets the ranks that execute the next instructions. Views of the previous `on` body go out of scope."""
         if mesh != self.mesh:
             self.mesh, self.views_on_mesh = mesh, {}
 
@@ -40,23 +41,23 @@ class _Scope:
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
         self._program, self._channels = program, channels  # channels of the whole program, by name
-        self.transports = transports  # preferred transports first; a channel gets the first transport that supports its instructions
+        self.transports = transports  # in order of preference; a channel gets the first that supports its instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # source location of the op that is being lowered
         self.mesh: Mesh | None = None  # ranks that execute the emitted instructions; None: all ranks of the program
-        self.hoists_views = True  # views may leave the loop that is being built; False in a loop of several meshes
-        # during an asynchronous communication, collects copies that need not delay the next one
+        self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop of several meshes
+        # during an asynchronous communication, collects copies that the next communication need not wait for
         self.aside: list[tree.Instruction] | None = None
         self.sums: list[Callable[[], None]] | None = (
-            None  # during an asynchronous communication, collects sums of its results for the kernel that uses them
+            None  # during an asynchronous communication, collects sums of its results, so that the kernel that reads a sum can compute it
         )
         self._taken: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
-        self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> its source and order
-        self._made_of: dict[str, ir.View] = {}  # every view by its name
+        self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # permuted view -> its source and order
+        self._made_of: dict[str, ir.View] = {}  # definition of every view
         self._allocated: set[str] = set()
         self._windows: set[str] = set()
 
@@ -72,7 +73,7 @@ class Builder:
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Name of the index of a loop in the current body: i, then j, k, l for nested loops, then i_2 and so on."""
+        """Name of the index of a loop in the current body: i, or j, k, l in nested loops, then i_2 and so on."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i")))
         return self._indices[self._depth]
@@ -84,18 +85,19 @@ class Builder:
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
     def issued(self) -> Iterator[tree.Instruction]:
-        """Instructions of the current body that do work at run time, last one first."""
+        """Instructions of the current body that do work at run time, in reverse order."""
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy that nothing in the current body waits for. During an asynchronous communication, it runs in parallel."""
+        """Emits a copy whose result nothing in the current body reads. During an asynchronous communication, it is collected in `aside`."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms. During an asynchronous communication, the kernel that uses the sum may compute it."""
+        """Emits a sum of terms. During an asynchronous communication, the sum is collected in `sums`, so that the kernel that reads it can
+        compute it."""
         if self.sums is None:
             emit()
         else:
@@ -103,21 +105,21 @@ class Builder:
 
     @contextmanager
     def on(self, mesh: Mesh | None) -> Iterator[None]:
-        """Emits for the ranks of a mesh."""
+        """Emits instructions that only the ranks of `mesh` execute."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Prefers a transport for the emitted instructions. "" keeps the usual preference."""
+        """Prefers a transport for the emitted instructions. "" keeps the present order of preference."""
         outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
         self.transports = outer
 
     @contextmanager
     def nested(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into a new body, which the caller attaches to an instruction."""
+        """Emits into a new body. The caller attaches the body to an instruction."""
         self._scopes[-1].move_to(self.mesh)
         self._scopes.append(_Scope())
         yield self._scopes[-1].instructions
@@ -125,14 +127,14 @@ class Builder:
 
     @contextmanager
     def inside(self, made_of: Callable[[tree.Body], tree.Instruction]) -> Iterator[None]:
-        """Emits into the body of an instruction."""
+        """Emits into the body of an instruction, which `made_of` makes from the body."""
         with self.nested() as body:
             yield
         self.emit(made_of(tuple(body)))
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into the body of a loop. Its integer names are free again after it."""
+        """Emits into the body of a loop. Names of integers that the body defines may be reused after it."""
         self._depth += 1
         with self.nested() as body:
             yield body
@@ -141,39 +143,39 @@ class Builder:
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
-        """Emits before the loop that is being built: allocations and views that no iteration changes."""
+        """Emits before the outermost loop that is being built. Used for allocations, and for views that are the same in all iterations."""
         scopes = self._scopes
         self._scopes = scopes[:1]
         yield
         self._scopes = scopes
 
     def hoisted(self) -> AbstractContextManager[None]:
-        """Emits views before the loop, if views may be hoisted."""
+        """Emits views before the outermost loop, if views may be hoisted."""
         return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
-        """All emitted instructions, without unused views."""
+        """All emitted instructions except unused views."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
     @property
     def present_mesh(self) -> Mesh:
-        """Mesh of the ranks that execute the emitted instructions."""
+        """Mesh of the ranks that execute the next instructions."""
         return self.mesh or self._program
 
     def carrying(self, *needs: Set[str]) -> Transport:
-        """Returns the preferred transport that carries all of at least one set of `needs`."""
+        """Returns the first transport that supports all instructions of at least one of the sets `needs`."""
         transport = first_carrying(self.transports, *needs)
         assert transport, f"no transport carries any of {needs}"
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """Name of the channel of the current mesh along `axes`, on a transport that supports the needed instructions."""
+        """Name of the channel of the current mesh along `axes`. Its transport supports the instructions `needs`."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
-        """Name of the channel of all ranks. Numbers in its process group are rank numbers of the program."""
+        """Name of the channel of all ranks. In its process group, each rank's index is its number in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -198,7 +200,7 @@ class Builder:
             return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
-        """Allocates memory that only the current body needs."""
+        """Allocates memory whose scope is the current body."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape))
         self._allocated.add(name)
         self.emit(ir.Allocate(name, self.types[name]))
@@ -214,7 +216,7 @@ class Builder:
         return self._view(ir.Select("", src, dim, index), wanted)
 
     def choose(self, condition: Expr, src: str, other: str, wanted: str) -> str:
-        """View of `src` if the condition is true, or else of `other`."""
+        """View of `src` if the condition is true, otherwise of `other`."""
         return self._view(ir.Choose("", src, condition, other), wanted)
 
     def chunk(self, src: str, dim: int, index: Expr, count: Size, wanted: str) -> str:
@@ -249,28 +251,29 @@ class Builder:
             return src
         shape = self.types[src].shape
         longer = [i for i in order if shape[i] != Size()]
-        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 change places
+        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 are moved
         turned = tuple(shape[i] for i in order)
         name = self._view(ir.Reshape("", src, turned) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
         return name
 
     def split(self, src: str, dim: int, outer: Size, wanted: str) -> str:
-        """Splits dim `dim` into `outer` blocks and the indices of a block."""
+        """Splits dim `dim` into two dims: `outer` blocks, and the indices within a block."""
         shape = self.types[src].shape
         inner = shape[dim].divided_by(outer)
         assert inner is not None
         return self.reshape(src, (*shape[:dim], outer, inner, *shape[dim + 1 :]), wanted)
 
     def drop(self, src: str, dim: int, wanted: str) -> str:
-        """View without a dim of size 1."""
+        """View that lacks dim `dim`, at its index 0."""
         shape = self.types[src].shape
         if shape[dim] == Size():
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The buffer with the same elements in the same order as a contiguous view. Returns the view if it covers only a part."""
+        """The buffer that has the same elements in the same order as a contiguous view. Returns the view itself if it covers only a
+        part."""
         while (view := self._made_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -280,15 +283,15 @@ class Builder:
         return name not in self._made_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can reach the memory, or will: allocations are moved to windows on demand."""
+        """True if peers can access the memory, or will be able to: a later pass moves allocations to windows on demand."""
         return name in self._allocated or name in self._windows
 
     def is_outside(self, name: str) -> bool:
-        """True if a buffer or view is defined before the loop or block that is being built."""
+        """True if a buffer or view is defined outside the loop or block that is being built."""
         return not any(name in tree.names(i, "define") for scope in self._scopes[1:] for i in scope.instructions)
 
     def is_visible(self, name: str) -> bool:
-        """True if a buffer or view can be named here."""
+        """True if the next instruction may use this buffer or view."""
         return self.is_memory(name) or any(name in views.values() for views in self._visible_views())
 
     def is_contiguous(self, name: str) -> bool:
@@ -315,7 +318,8 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh and unnests equal ones. `mesh` is the mesh of the enclosing body."""
+    """Merges consecutive `on` bodies of one mesh, and inlines those inside an `on` body of the same mesh. `mesh` is the mesh of the
+    enclosing body."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

@@ -1,4 +1,4 @@
-"""Host programs with functions: each body as a program, joining them again, and inlining all calls."""
+"""Host programs with functions: splits a program into one program per body, joins such programs, and inlines calls."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a program, callees before callers, then the program itself. Each function lists only the kernels, events and
-    channels that it uses."""
+    """Every function as a separate program, callees before callers, then the main program. Each lists only the kernels, events and channels
+    that it uses."""
     if not program.functions:
         return (program,)
     parts = [
@@ -24,7 +24,8 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
-    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))  # its calls are analysed with it
+    # callees are analysed together with the part
+    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,
         kernels=launched(part.kernels, part.body),
@@ -34,7 +35,7 @@ def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
 
 
 def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, ...]:
-    """Kernels that a body launches."""
+    """The kernels that a body launches."""
     names = {name for i in tree.walk(body) for name in tree.names(i, "launch")}
     return tuple(kernel for kernel in kernels if kernel.name in names)
 
@@ -45,18 +46,18 @@ def events_of(body: tree.Body) -> set[str]:
 
 
 def channels_of(program: ir.HostProgram) -> set[str]:
-    """Names of the channels on which the program or one of its functions communicates."""
+    """Names of the channels that the program or one of its functions uses."""
     return {i.channel for i in program.instructions() if isinstance(i, ir.Communication)}
 
 
 def names_in(program: ir.HostProgram) -> set[str]:
-    """Names of all buffers and indices of the program, without those of its functions."""
+    """Names of all parameters, buffers and indices of the main body."""
     parameters = {parameter.name for parameter in (*program.inputs, *program.outputs)}
     return parameters.union(*(tree.names(i, "define", "index") for i in tree.walk(program.body)))
 
 
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
-    """Removes channels on which neither the program nor its functions communicate."""
+    """Removes channels that neither the program nor its functions use."""
     used = channels_of(program)
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
@@ -65,9 +66,10 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Makes one program of bodies: the last function becomes the program, and the others its functions.
+    """Joins the programs of `bodies` to one program: the last one is the main program, and the others become its functions.
 
-    Equal kernels are merged. Other kernels and events get unique names. Each stream pool has the size of its largest use.
+    Equal kernels are merged. Other kernels and events with equal names are renamed. Each stream pool gets the largest size that a part
+    needs.
     """
     program = parts[-1]
     if len(parts) == 1:
@@ -112,23 +114,24 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that need one flat list of instructions.
 
-    Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that a function keeps to its end is deallocated
-    after each call, so the next call may reuse it. Parameters take the names of the call's arguments. In a function with donated inputs
-    they are views, `as_given` and `take_over`.
+    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that a function does not free is
+    deallocated after each call, so that the next call may reuse it. Parameters become the arguments of the call. If the function has
+    donated inputs, parameters become views of the arguments: `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines only the first call of each function. Enough for questions about sizes and instructions that do not depend on order."""
+    """Inlines only the first call of each function, and drops the others. Use it to find sizes and instructions if order does not
+    matter."""
     return _Inlining(program, once=True).program() if program.functions else program
 
 
 class _Inlining:
     def __init__(self, program: ir.HostProgram, once: bool = False):
         self.given, self.once = program, once
-        self.seen: set[str] = set()  # functions that were inlined
+        self.seen: set[str] = set()  # functions that have been inlined
         self.functions = {function.name: function for function in program.functions}
         self.taken = names_in(program)
 
@@ -153,7 +156,8 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions before and after an inlined function with donated inputs. Adds the views' names to `names`."""
+        """Instructions to insert before and after the inlined body of a function with donated inputs. Adds the names of the views to
+        `names`."""
         taken = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if taken else ()), (TakeOver, taken)):
@@ -165,14 +169,14 @@ class _Inlining:
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
-    """Deallocates of the allocations of `body` that nothing in `around` frees."""
+    """Deallocates for the allocations of `body` that no instruction of `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
 
 def renamed(body: tree.Body, names: Mapping[str, str]) -> tree.Body:
-    """Renames buffers and indices of a body. Names missing in `names` stay."""
+    """Renames buffers and indices of a body. Names that are not in `names` stay."""
 
     def rename(i: tree.Instruction) -> tree.Instruction:
         return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names)), names, *tree.NAMED)

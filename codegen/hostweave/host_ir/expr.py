@@ -1,4 +1,4 @@
-"""Integer expressions of host programs, over loop indices, rank coordinates and sizes. `%` is never negative."""
+"""Integer expressions of host programs, over loop indices, rank coordinates and sizes. The result of `%` is never negative."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer, or the truth value of a comparison. Python operators build expressions and fold constants."""
+    """An integer, or the truth value (0 or 1) of a comparison. Python operators build expressions, and fold constants."""
 
-    text: ClassVar[str] = ""  # format string over its fields
+    text: ClassVar[str] = ""  # format string; its fields are the dataclass's fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
     __floordiv__, __mod__ = _operator("/"), _operator("%")
     equals, less = _operator("=="), _operator("<")
@@ -36,7 +36,7 @@ class Const(Expr):
 
 @dataclass(frozen=True)
 class Var(Expr):
-    """A loop index or a `let`."""
+    """A loop index, or an integer that a `let` defines."""
 
     name: str
     text = "%{name}"
@@ -44,7 +44,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the current mesh: of the program, or of the `on` body."""
+    """Coordinate of this rank along an axis of the current mesh, which is that of the enclosing `on` body or of the program."""
 
     axis: str
     text = "rank.{axis}"
@@ -59,13 +59,13 @@ class Rank(Expr):
 
 @dataclass(frozen=True)
 class Symbol(Expr):
-    """A symbolic size: a name, `ceil(M/8)` or `local(M, x)`."""
+    """A symbolic size: a name, `ceil(M/8)`, `local(M, x)` or `first(M, x)`."""
 
     size: Atom
     text = "{size}"
 
 
-OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence and meaning
+OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, and Python function
     "==": (1, operator.eq),
     "!=": (1, operator.ne),
     "<": (1, operator.lt),
@@ -88,7 +88,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A mixed chain of * / % is hard to read without parentheses, so only repeated * has none.
+        # A chain that mixes *, / and % is hard to read without parentheses. Only repeated * has none.
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """`left op right`, folded if both are constants or one is neutral."""
+    """`left op right`, folded if both sides are constants or one side is neutral."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
@@ -131,7 +131,7 @@ Range = tuple[int | None, int | None]  # smallest and largest value; None if unk
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Mesh) -> Range:
-    """Range of an expression that ranks of `mesh` evaluate."""
+    """Range of the values that an expression has on the ranks of `mesh`."""
     match expr:
         case Const(value):
             return value, value
@@ -170,7 +170,7 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
-    """Simplifies an expression by the ranges of its parts. Replaces bounds of a quotient by bounds of its dividend."""
+    """Simplifies an expression, given the ranges of its parts. A comparison of a quotient with 0 becomes a comparison of its dividend."""
     low, high = range(expr)
     if low is not None and low == high:
         return Const(low)
@@ -197,5 +197,5 @@ def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
 
 
 def leaves(expr: Expr) -> list[Expr]:
-    """Constants and names in `expr`, left to right."""
+    """Constants, names, coordinates and sizes in `expr`, from left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]

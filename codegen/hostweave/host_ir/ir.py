@@ -1,10 +1,9 @@
-"""The host IR: the calls that the CPU of one rank makes, in order. All ranks share one program; the rank is a run-time value.
+"""The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
 
-Each instruction is a dataclass. Its `syntax` line drives the printer and the parser. Analyses, passes and the check
-use only its traits and the roles of its fields: what an instruction defines, reads, frees and forks. So they need no change for a new
-instruction.
+Each instruction is a dataclass. Printer and parser follow its `syntax` line. Analyses, passes and the check use only its traits and the
+roles of its fields, such as the buffers that it defines, reads or frees. So they need no change for a new instruction.
 
-An instruction outside all `stream` blocks runs on the caller's stream.
+An instruction outside of all `stream` blocks runs on the caller's stream.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
-MAX_WORDS = 3  # largest number of ops that a kernel's name lists
-MAX_CHARACTERS = 48  # largest number of letters in such a name
+MAX_WORDS = 3  # largest number of op names in a kernel's name
+MAX_CHARACTERS = 48  # longest result names in a kernel's name
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output, with its global type. Each rank holds the part that HostProgram.local_type gives.
+    """An input or output, with its global type. Each rank holds the local tensor of type `HostProgram.local_type`.
 
-    An output may overwrite the memory of a donated input that has the same dims, possibly permuted. A parameter in a window is in
-    memory that all ranks share, at the same offset on each, so peers can access it.
+    An output may overwrite the memory of a donated input. Both have the same dims, possibly in another order. A parameter in a window is in
+    memory that peers can access, at the same offset on each rank.
     """
 
     name: str
@@ -58,15 +57,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel of pointwise and reduction ops on local tensors. Its ops see row-major tensors.
+    """A fused kernel of pointwise ops and reductions on local tensors. In its ops, all tensors are row-major.
 
-    `ends` is the reason why it is not fused with its consumers.
+    `ends` is the reason why the kernel is not fused with the consumers of its results.
     """
 
     name: str
     inputs: tuple[Parameter, ...]
     ops: tuple[Op, ...]
-    returned: tuple[str, ...] = ()  # names of its results; empty if the last value is the only result
+    returned: tuple[str, ...] = ()  # names of the results; empty if the value of the last op is the only result
     ends: str = field(default="", compare=False)
 
     @property
@@ -76,25 +75,25 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The all_reduce of its first input with the kernels of other ranks, or None."""
+        """The all_reduce of the first input, in which the kernels of all ranks exchange terms. None for other kernels."""
         return next((op for op in self.ops if op.kind == "all_reduce"), None)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """Sizes among the attributes of its ops."""
+        """Symbolic sizes in the attributes of the ops."""
         return tuple(value for op in self.ops for _, value in op.attributes if isinstance(value, Size))
 
     @property
     def is_local(self) -> bool:
-        """True if it depends on where the shard of a rank begins."""
+        """True if the kernel depends on the position of a rank's shard in the global tensor."""
         return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
     def telling_name(self) -> str:
-        """A descriptive name: the ops, if they are few, and the results, such as `negative_multiply_y` or `fused_y`.
+        """A descriptive name of the ops (if they are few) and the results, such as `negative_multiply_y` or `fused_y`.
 
-        An in-place update is named after its operand. An op whose result is named after it, such as `multiply_y`, is not repeated.
-        If names of results are long, only the last result is named.
+        A kernel that updates its operand in place is named after the operand. An op is omitted if the name of its result already begins
+        with the op, such as `multiply_y`. If the names of the results are long, only the last result is named.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -105,7 +104,7 @@ class Kernel:
         return "_".join([*words, *named, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:
-        """Lines of its text."""
+        """Text of the kernel, as lines."""
         end = f"}}  # ends here: {self.ends}" if self.ends else "}"
         returned = [f"return {tree.field_text(self.returned, True)}"] if self.returned else []
         return [f"kernel @{self.name}({_listed(self.inputs)}) {{", *(f"{tree.INDENT}{line}" for line in (*self.ops, *returned)), end]
@@ -113,7 +112,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """A function that calls share. Its temporaries exist once; its calls use them one after another."""
+    """A function with one body that several calls share. Its temporaries are allocated once; calls reuse them."""
 
     name: str
     inputs: tuple[Parameter, ...]
@@ -123,7 +122,8 @@ class Function:
 
 @dataclass(frozen=True)
 class Channel:
-    """A communicator of the ranks of a mesh that differ only along some axes, with its transport. Text: `tp: tp two_sided`."""
+    """A communicator, with its transport. A process group consists of the ranks of a mesh that differ only along `axes`. Text: `tp: tp
+    two_sided`."""
 
     name: str
     mesh: Mesh  # the program's mesh, or a mesh of a subset of its ranks
@@ -137,18 +137,18 @@ class Channel:
 
     @property
     def takes_turns(self) -> bool:
-        """True if its communications must not overlap those of another such channel on a device."""
+        """True if its communications must not overlap, on one device, with those of another channel for which this is True."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
-        """Text: `tp: tp two_sided`, or `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`."""
+        """Text: `tp: tp two_sided`. If the mesh is not the program's: `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`."""
         on = "" if self.mesh == program else f" on {self.mesh}"
         return f"{self.name}: {', '.join(self.axes)}{on} {self.transport.name}"
 
 
 @dataclass(frozen=True)
 class Streams:
-    """A pool of streams, used round robin. `ring[4]` has four."""
+    """A pool of streams, indexed modulo `count`. Text: `ring[4]`."""
 
     name: str
     count: int
@@ -169,9 +169,9 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
-    """Decorates an analysis: its result is computed once per program and cached on it.
+    """Decorates an analysis: its result is computed once per program, and cached on the program.
 
-    Programs are immutable. The result must not be changed either.
+    Programs are immutable. Callers must not modify the result either.
     """
 
     def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -195,21 +195,21 @@ class HostProgram:
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
-    uneven: tuple[str, ...] = ()  # sizes that need not divide evenly: a rank holds `local(M, x)` of M, not `M/8`
+    uneven: tuple[str, ...] = ()  # sizes that may not divide evenly: a rank holds `local(M, x)` of M, not `M/8`
     functions: tuple[Function, ...] = ()  # callees precede callers
     user_kernels: tuple[UserKernel, ...] = ()
-    choices: tuple[Choice, ...] = ()  # the compiler's choices of ways to communicate
+    choices: tuple[Choice, ...] = ()  # the compiler's choices for reshards next to matmuls
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (self.inputs, self.outputs))
         return f"<hostweave host program {self.name}({inputs}) -> {outputs} on {self.mesh}>"
 
     def _repr_html_(self) -> str:
-        """Its text, in a notebook."""
+        """Text of the program as HTML, for notebooks."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        """Text of the program: kernels, functions, then the body, with one instruction per line."""
+        """Text of the program: kernels, functions, then the main body, with one instruction per line."""
         lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
         lines += [line for kernel in self.kernels for line in kernel.lines()]
         for f in self.functions:
@@ -226,7 +226,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without the choices. Programs that differ only in predicted times share one build, and ranks accept them as equal."""
+        """Text without the choices. Programs that differ only in predicted times share one build, and ranks treat them as the same
+        program."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -254,13 +255,13 @@ class HostProgram:
 
     @analysis
     def depths(self) -> dict[str, int]:
-        """Maps each size that counts a parameter group to its number of tensors."""
+        """Number of tensors of each parameter group, by the name of the group's first dim."""
         grouped = ((p.type.shape[0].name, p.group) for p in (*self.inputs, *self.outputs) if p.group)
         return {name: len(group.names) for name, group in grouped if name}
 
     @analysis
     def given_sizes(self) -> tuple[str, ...]:
-        """Names of the symbolic sizes that each call gives: all sizes except depths of repeats."""
+        """Names of the symbolic sizes that the arguments of a call determine: all except the depths of repeats."""
         return tuple(name for name in self.symbols() if name not in self.depths())
 
     def channel(self, name: str) -> Channel:
@@ -268,21 +269,21 @@ class HostProgram:
 
     @property
     def optional_transports(self) -> frozenset[Transport]:
-        """Transports of its channels that ranks may be unable to use."""
+        """Transports of its channels that may be unavailable to some ranks."""
         return frozenset(channel.transport for channel in self.channels if channel.transport.is_optional)
 
     @property
     def has_signals(self) -> bool:
-        """True if ranks signal each other. The counts of signals continue from one call to the next."""
+        """True if ranks signal each other. Signal counts are not reset between calls."""
         return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property
     def libraries(self) -> frozenset[str]:
-        """Libraries to link in addition to the libraries of every program."""
+        """Libraries that must be linked, in addition to those that every program needs."""
         return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:
-        """All instructions, those of functions first."""
+        """All instructions: those of functions, then those of the main body."""
         return (i for body in (*(function.body for function in self.functions), self.body) for i in walk(body))
 
     def local_type(self, parameter: Parameter) -> BufferType:
@@ -314,7 +315,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Names and local types of all parameters, buffers and views. Sibling bodies may use a name twice."""
+    """Names and local types of all parameters, buffers and views. A name may appear twice if sibling bodies define it."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):

@@ -1,4 +1,5 @@
-"""Requirements on the sizes of a call: slices stay inside their dims, sizes are integers, and chosen chunk loops divide evenly."""
+"""Requirements on the sizes of a call: slices are within their dims, sizes are integers, and chunk loops that the compiler chose divide
+evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
@@ -14,11 +15,11 @@ from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
 
-MOST_ELEMENTS_OF_A_SIZE = 2**48  # elements: more than any memory has
+MOST_ELEMENTS_OF_A_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """For each factor, the number that must divide it so that all dims and trip counts are integers."""
+    """For each factor, a number that must divide it, so that all dims and trip counts are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -40,7 +41,7 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes with subtractions, such as `(M - 2)`, that a call must not make negative."""
+    """Sizes with subtractions, such as `(M - 2)`, that must not be negative in any call."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
@@ -48,21 +49,22 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     for op, types_in_kernel in _ops(program):
         if op.kind == "start":  # a slice needs at least one possible start
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
-        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have as many elements as the view needs
+        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have at least as many elements as are kept
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
 def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
-    """Ops of all launched kernels, each with the types of its kernel's values."""
+    """Ops of all kernels that are launched, each with the types of the kernel's values."""
     for kernel in launched(program.kernels, program.body):
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         yield from ((op, types) for op in kernel.ops)
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Sizes that must not be 0, each with the reduction over them that has no identity. A single rank's share may be empty."""
+    """Sizes that must not be 0, because a reduction without identity is over them. Each has the kind of the reduction. A single rank's
+    shard may be empty."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,18 +76,18 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of elements before and after a partial view, if sizes alone determine them."""
+    """Number of elements of the source before and after a partial view. Empty if they depend on more than sizes."""
     if view.span is None:
         return ()
     dim, start, spread = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
-        return ()  # depends on the rank; correct by construction
+        return ()  # depends on the rank; the compiler guarantees that the view fits
     return (before, dim_size - before - spread)
 
 
 def _size_of(expr: Expr) -> Size | None:
-    """Converts an expression of sizes to a size, or returns None."""
+    """The size that an expression computes. None if it depends on more than sizes."""
     match expr:
         case Const(value):
             return Size(value)
@@ -102,18 +104,17 @@ def _size_of(expr: Expr) -> Size | None:
     return None
 
 
-# --- chosen loops -----------------------------------------------------------------------------------------------------
-# Calls that the chosen chunk loops support. Other calls run the same program in sequence.
+# The chunk loops that the compiler chose support only some sizes. For other sizes, the program runs without overlap.
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """A call with sizes that the chosen chunk loops do not divide. Nothing was executed."""
+    """A call with sizes that the compiler's chunk loops do not divide evenly. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Checks the global shapes of inputs against the chosen chunk loops. `()` is an unknown shape.
+    """Checks the global shapes of inputs against the compiler's chunk loops. `()` stands for an unknown shape.
 
-    Raises LoopsDoNotDivide if a size does not divide.
+    Raises LoopsDoNotDivide if a size does not divide evenly.
     """
     if wanted := _multiples(program):
         held = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
@@ -123,7 +124,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that the program must divide, for example among ranks, and cannot. For a sum such as (M + 1), all its symbols."""
+    """Sizes that must divide evenly, for example among ranks, and do not. For a sum such as (M + 1), returns all its symbols."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
@@ -133,7 +134,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Multiples of symbols, of sums of symbols, and of products of these."""
+    """For each symbol, sum of symbols, and product of these: a number that must divide it."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -144,7 +145,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if the chosen chunk loops divide all given sizes and the sums of them."""
+    """True if the compiler's chunk loops divide all given sizes, and all sums of them that occur, evenly."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -155,7 +156,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Multiples that the sizes of a call must have. Empty if no loop was chosen, since the user then stated all loops."""
+    """For each size, a number that must divide it. Empty if the compiler chose no loop, because the user then stated all loops."""
     if not any(choice.taken.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

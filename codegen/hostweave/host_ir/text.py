@@ -1,4 +1,4 @@
-"""Parser of host programs: `parse_host(str(p)) == p`. The `syntax` line of each instruction drives printer and parser."""
+"""Parser of host programs: `parse_host(str(p)) == p`. Printer and parser follow the `syntax` line of each instruction."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from hostweave.types.text import Reader
 def parse_host(text: str) -> ir.HostProgram:
     """Parses the text of a host program.
 
-    Raises ParseError with line and column if the text is not valid.
+    Raises ParseError with line and column if the text is malformed.
     """
     reader = Reader(text)
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
@@ -162,7 +162,7 @@ _parse_cuts = _bracketed(_parse_cut)
 
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
-    # A line that starts with % defines the next name, so it does not continue with a remainder.
+    # `%` is a remainder only if it is on the same line: a line that begins with % defines the next name.
     while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
         reader.take()
         left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))

@@ -1,6 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-The role of a field is the effect of the instruction on the named buffer or event. Traits are class variables or properties.
+A role says what an instruction does with the buffer or event that a field names. Traits are class variables or properties.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 INDENT = "  "
 
-# Roles of fields: effect of the instruction on the named object. Use `names` to find the names of a role.
+# Roles of fields: what the instruction does with the named object. `names` returns the names of a role.
 Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
 Viewed = Annotated[str, "view"]  # name of a view that it defines
 Index = Annotated[str, "index"]  # name of an integer that it defines
@@ -31,21 +31,22 @@ Read = Annotated[str, "read"]  # buffer whose bytes it reads
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
-Update = Annotated[str, "update"]  # buffer whose bytes it reads and writes
-Alias = Annotated[str, "alias"]  # buffer that it names without accessing its bytes
-Freed = Annotated[str, "free"]  # memory that it frees, so others may reuse the bytes
+Update = Annotated[str, "update"]  # buffer that it reads and writes
+Alias = Annotated[str, "alias"]  # buffer that it names, without access to its bytes
+Freed = Annotated[str, "free"]  # memory that it frees; other buffers may reuse the bytes
 Launched = Annotated[str, "launch"]  # kernel that it launches
 Called = Annotated[str, "call"]  # function that it calls
 Forked = Annotated[str, "fork"]  # pool of streams
 Joined = Annotated[str, "join"]
-Stream = Annotated[str, "stream"]  # pool of the stream on which its body runs; `index` selects the stream
-Recorded = Annotated[str, "record"]  # pool of the event; `index` selects it
+Stream = Annotated[str, "stream"]  # pool of the stream on which its body runs; the field `index` selects the stream
+Recorded = Annotated[str, "record"]  # pool of the event; the field `index` selects the event
 Awaited = Annotated[str, "wait"]
-RemoteRead = Annotated[str, "remote_read"]  # buffer whose bytes on a peer it reads
+RemoteRead = Annotated[str, "remote_read"]  # buffer of a peer that it reads
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that it does not access, but that orders it: other uses stay before or after it
+Guarded = Annotated[str, "guard"]  # buffer that it does not access, but to which it is ordered: other accesses are not moved across it
 
-INCLUDED = {  # roles that a role implies; ranks share one program, so an access to a peer's buffer counts as an access to the local one
+# roles that a role implies; ranks share one program, so an access to a peer's buffer also counts as an access to the local buffer
+INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),
     "remote_write": ("write",),
@@ -59,67 +60,67 @@ NAMED = ("define", "index", "read", "write", "alias")  # roles that name buffers
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction. Roles of its fields give its effects, and class variables its traits."""
+    """An instruction of the host IR. The roles of its fields give its effects, and class variables and properties its traits."""
 
-    syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted with the words before it
-    calls: ClassVar[bool] = True  # False if it only names memory or an integer and does nothing at run time
-    shows: ClassVar[str] = ""  # for a view of all elements: "all", or "in order" if it keeps their order
-    copies: ClassVar[bool] = False  # a copy, which is a no-op if src and dst are the same bytes
+    syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted, together with the words before it
+    calls: ClassVar[bool] = True  # False if it only names memory or an integer, and does nothing at run time
+    shows: ClassVar[str] = ""  # for a view of all elements: "in order" if it keeps their order, otherwise "all"
+    copies: ClassVar[bool] = False  # it is a copy, which does nothing if src and dst are the same memory
     work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
-    orders: ClassVar[bool] = False  # orders streams, so no work moves past it
-    marks: ClassVar[bool] = False  # notes when a stream reaches it
-    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" log-sum-exps in it, or "takes" them
-    grouped: ClassVar[bool] = False  # posts sends and recvs in a group
-    # kind of communication: send, recv, collective, signal, wait_signal or get; all but get match their counterparts in order
+    orders: ClassVar[bool] = False  # it orders streams; no work may move across it
+    marks: ClassVar[bool] = False  # it records the time at which a stream reaches it
+    log_sum_exps: ClassVar[str] = ""  # attention with a field `lse`: "gives" if it writes log-sum-exps, "takes" if it reads them
+    grouped: ClassVar[bool] = False  # it posts sends and recvs as a group
+    # kind of communication: send, recv, collective, signal, wait_signal or get; all but gets match their counterparts in order
     posts: ClassVar[str] = ""
-    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for one another in it, and no library orders them
-    in_window: ClassVar[bool] = False  # allocates memory that peers access
-    at_root: ClassVar[str] = ""  # field whose buffer only the root of a collective accesses
-    not_at_root: ClassVar[str] = ""  # field whose buffer only the other ranks access
-    # bytes that dst may share: the field "src" or "accumulate", or this rank's "block of src" or "block of dst"
+    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for each other in it, and no library orders them
+    in_window: ClassVar[bool] = False  # it allocates memory that peers access
+    at_root: ClassVar[str] = ""  # field of the buffer that only the root of a collective uses
+    not_at_root: ClassVar[str] = ""  # field of the buffer that only the other ranks use
+    # memory that dst may share: the field "src" or "accumulate", or this rank's "block of src" or "block of dst"
     in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    # Defaults of the traits that are properties.
+    # Traits that are properties, with their defaults.
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Libraries that a program with it links, in addition to those of every program."""
+        """Libraries that a program with this instruction links, in addition to those of every program."""
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """Types of the buffers and views that it defines, given the types of earlier buffers.
+        """Types of the buffers and views that it defines, given the types of earlier ones.
 
-        Raises ValueError if the view is impossible.
+        Raises ValueError if the view is not possible.
         """
         return {}
 
     @property
     def span(self) -> tuple[int, Expr, Size] | None:
-        """The dim, first index and extent of a view of some indices of a dim. None for other instructions."""
+        """For a view of some indices of a dim: the dim, the first index and the extent. None for other instructions."""
         return None
 
     def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
-        """The dim, chunk index and number of chunks of a view of one of equal chunks. None for other instructions."""
+        """For a view of one of several equal chunks: the dim, the chunk's index and the number of chunks. None for other instructions."""
         return None
 
     @property
     def chosen_by(self) -> Expr | None:
-        """Condition that selects the first of two buffers of a view. None if the view has one source."""
+        """For a view with two sources: the condition that selects the first one. None for other instructions."""
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Ranks of the process group whose data a rank receives."""
+        """Ranks of the process group from which a rank receives data. `readers` are the ranks that send."""
         return readers
 
     @property
     def packed(self) -> Cuts:
-        """Cuts of the tensor whose packed blocks its buffer holds. Empty if it is not packed."""
+        """If its buffer has the packed blocks of a tensor, the cuts of the tensor. Empty otherwise."""
         return ()
 
     @property
     def ranks(self) -> Mesh | None:
-        """Mesh of the ranks that execute its body. None: all ranks that reach it. Allocations outlive the body."""
+        """Mesh of the ranks that execute its body, or None for all ranks that reach it. Allocations in the body stay in scope after it."""
         return None
 
     @property
@@ -129,11 +130,11 @@ class Instruction:
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """Condition that selects the first of its bodies; None if it runs all of them."""
+        """Condition that selects the first of its two bodies. None for other instructions."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
-        """Lines of its text. An instruction with a body has several."""
+        """Text of the instruction, as lines. An instruction with a body has several."""
         text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
         for literal, name in syntax_of(type(self)):
             value = getattr(self, name) if name else None
@@ -157,12 +158,12 @@ Body = tuple[Instruction, ...]
 
 
 def per_kind(function: Callable[Concatenate[type[Instruction], P], T]) -> Callable[Concatenate[type[Instruction], P], T]:
-    """Caches a function of a kind of instruction."""
+    """Caches a function of an instruction class."""
     return cache(function)  # type: ignore[return-value]
 
 
 def body_lines(body: Body, indent: str = INDENT) -> Iterator[str]:
-    """Lines of the text of a body."""
+    """Text of a body, as lines."""
     return (line for instruction in body for line in instruction.lines(indent))
 
 
@@ -177,32 +178,32 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """Pairs of literal text and the field that follows it, or ""."""
+    """Pairs of a literal text and the field that follows it, or "" at the end."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
 
 @per_kind
 def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
-    """Defaults of the optional fields. They are omitted from the text with the words before them."""
+    """Defaults of the optional fields. A field with its default is omitted from the text, together with the words before it."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
 @per_kind
 def roles(kind: type[Instruction]) -> dict[str, str]:
-    """Roles of the fields that have one."""
+    """The role of each field that has one."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
 @per_kind
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Fields of a class with one of the wanted roles, or with a role that implies one."""
+    """Fields with one of the wanted roles, or with a role that implies one of them."""
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """Names in the fields of the wanted roles, or of roles that imply them."""
+    """Names in the fields with one of the wanted roles, or with a role that implies one of them."""
     if not (fields := _fields_of(type(instruction), wanted)):
         return ()
     found: list[str] = []
@@ -213,7 +214,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
-    """Renames buffers in the fields of the wanted roles. Returns the instruction itself if nothing changes."""
+    """Renames buffers in the fields with one of the wanted roles. Returns the instruction itself if nothing changes."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
@@ -222,7 +223,7 @@ def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Replaces names by their position in the result of `names`."""
+    """Replaces names, given their index in the result of `names`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -232,11 +233,11 @@ def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str
     return replace(instruction, **changed)
 
 
-Slot = tuple[str, Expr]  # a stream or event: name of its pool, and index in it
+Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and the index in the pool
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream of its body, or the event that it records or waits for. None if it has no field of the role."""
+    """The stream of its body, or the event that it records or waits for. None if no field has the role."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -245,7 +246,7 @@ def expressions(instruction: Instruction) -> list[Expr]:
 
 
 def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
-    """Changes each expression. Returns the instruction itself if nothing changes."""
+    """Applies `change` to each expression. Returns the instruction itself if nothing changes."""
     given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
     changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
     return replace(instruction, **changed) if changed else instruction
@@ -261,7 +262,7 @@ def bodies(instruction: Instruction) -> tuple[Body, ...]:
 
 
 def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
-    """Changes each body. Returns the instruction itself if nothing changes."""
+    """Applies `change` to each body. Returns the instruction itself if nothing changes."""
     if not (names := _body_fields(type(instruction))):
         return instruction
     inner = {name: (body := getattr(instruction, name), change(body)) for name in names}
@@ -270,7 +271,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Merges consecutive instructions with equal `of`, by default `on` bodies of one mesh."""
+    """Merges consecutive instructions for which `of` is equal: by default, `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):
@@ -282,7 +283,7 @@ def together(instructions: Iterable[Instruction], of: Callable[[Instruction], ob
 
 
 def walk(body: Body) -> Iterator[Instruction]:
-    """All instructions in program order, outer before inner."""
+    """All instructions in program order. An instruction precedes those in its body."""
     for instruction in body:
         yield instruction
         for name in _body_fields(type(instruction)):
@@ -290,16 +291,16 @@ def walk(body: Body) -> Iterator[Instruction]:
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
-    """Entry of a table for a class of instructions, or for its nearest base class."""
+    """Entry of a table for an instruction class, or for its nearest base class."""
     return next(table[base] for base in kind.__mro__ if base in table)
 
 
-Outcome = Instruction | Body | None  # result of a rule: None keeps, () deletes, a tuple replaces
-Edits = Mapping[int, Instruction | Body]  # replacements by the number of the instruction in `walk`
+Outcome = Instruction | Body | None  # result of a rule: None keeps the instruction, () deletes it, others replace it
+Edits = Mapping[int, Instruction | Body]  # maps an instruction's index in `walk` to its replacement
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, inner before outer. Returns `body` itself if nothing changes."""
+    """Applies `rule` to every instruction, those in bodies first. Returns `body` itself if nothing changes."""
     result: list[Instruction] = []
     for old in body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))
@@ -309,9 +310,10 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces the instructions of these numbers. An edit that keeps its instruction keeps the edits inside it, too.
+    """Replaces instructions, named by their index in `walk`. If a replacement contains the old instruction, edits inside that instruction
+    are applied too.
 
-    Raises KeyError for an edit without effect: its number is not in the body, or an outer instruction is replaced.
+    Raises KeyError for an edit that has no effect: its index is not in the body, or an enclosing instruction is replaced.
     """
     walked = 0
 
@@ -334,13 +336,13 @@ def edited(body: Body, edits: Edits) -> Body:
 
 
 def unless_same(body: Body, result: list[Instruction]) -> Body:
-    """Returns `body` itself if `result` has the same instructions."""
+    """Returns `body` itself if `result` consists of the same instructions."""
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
-    """Removes unused definitions in fields of these roles, and definitions that only they used."""
+    """Removes unused definitions in fields with these roles. Repeats this until all remaining ones are used."""
     while True:
         used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
         if "index" in roles:
@@ -353,23 +355,23 @@ def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view"
 
 
 def indices_in(i: Instruction) -> Iterator[str]:
-    """Indices in the expressions of an instruction."""
+    """Names of the indices in the expressions of an instruction."""
     return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
 
 
-# --- alias roots ------------------------------------------------------------------------------------------------------
-# Parameters or allocations that hold the elements of a view, through any number of views. A view that chooses has several.
+# The alias root of a view is the parameter or allocation in whose memory it is, possibly through other views. A view with two sources has
+# several.
 
 
 class AliasRoots:
-    """Alias roots of the names that a walk has seen so far. If sibling bodies use a name twice, the last one counts."""
+    """Alias roots of the names that a walk has visited so far. If sibling bodies define a name twice, the last definition counts."""
 
     def __init__(self) -> None:
         self._sources: dict[str, str] = {}  # view -> its first source
         self._roots: dict[str, tuple[str, ...]] = {}  # view -> all its roots
 
     def define(self, instruction: Instruction) -> None:
-        """Records the definitions of an instruction."""
+        """Records the names that an instruction defines."""
         for name in names(instruction, "define"):
             self._sources.pop(name, None)
             self._roots.pop(name, None)
@@ -382,15 +384,15 @@ class AliasRoots:
         self._sources[name], self._roots[name] = source, self.all_of(source)
 
     def source(self, name: str) -> str | None:
-        """First source of a view. None for a parameter or an allocation."""
+        """Source of a view; the first, if there are several. None for a parameter or an allocation."""
         return self._sources.get(name)
 
     def of(self, name: str) -> str:
-        """Alias root of a name: the parameter or allocation that it views; the first, if there are several."""
+        """Alias root of a name. If there are several, the first."""
         while name in self._sources:
             name = self._sources[name]
         return name
 
     def all_of(self, name: str) -> tuple[str, ...]:
-        """All parameters and allocations that a name may be a view of."""
+        """All alias roots of a name."""
         return self._roots.get(name, (name,))

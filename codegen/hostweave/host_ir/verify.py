@@ -1,4 +1,4 @@
-"""Verifier of host programs. Each instruction has one rule, which raises a ProgramError that names the instruction."""
+"""Verifier of host programs. Each instruction has one rule, which raises ProgramError if the instruction is not valid."""
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -11,7 +11,7 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 def verify_host(program: ir.HostProgram) -> None:
     """Verifies a host program.
 
-    Raises ProgramError for the first illegal instruction: its text, the reason, and the remedy.
+    Raises ProgramError for the first invalid instruction, with its text, the reason, and the remedy.
     """
     checker = Checker(program, RULES)
     checker.header()

@@ -1,1 +1,2 @@
-"""Kernels as loops: index space, walks, distribution over threads, vector width and rows in registers, each decided by a pass."""
+"""Kernels as loops. Passes decide the index space, the walks over the reduced dims, the distribution over threads, the vector width, and
+the rows to hold in registers."""

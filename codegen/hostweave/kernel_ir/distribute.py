@@ -1,4 +1,4 @@
-"""Distributes the iterations of a kernel over the threads of a machine.
+"""Distributes the iterations of a kernel over clusters, blocks and threads.
 
     keep i in M
     reduce j in N
@@ -8,7 +8,7 @@ gets
 
     distribute: a block reduces an element
 
-since %x is contiguous along j. If it is contiguous along i, a block reduces a tile of columns, with more threads if there are
+because %x is contiguous along j. If %x is contiguous along i, a block reduces a tile of columns. A tile has more threads if there are too
 few tiles for the multiprocessors of the machine.
 """
 
@@ -30,13 +30,13 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-SMALL = 32  # a shorter contiguous reduction is done by one thread
-TILE = 32  # columns per block tile: hw::kTile
-TILE_THREADS, MOST_THREADS = 512, 1024  # threads per block tile
+SMALL = 32  # elements; one thread does a shorter contiguous reduction
+TILE = 32  # columns in the tile of a block: hw::kTile
+TILE_THREADS, MOST_THREADS = 512, 1024  # threads in the block of a tile
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the part that a thread, a block or a cluster computes."""
+    """Chooses whether threads, blocks or clusters share the work, and how much of it each computes."""
     chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=(MOST_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)

@@ -1,4 +1,4 @@
-"""Hoists values that are equal in all iterations of the innermost loop.
+"""Hoists values that do not change in the innermost loop out of it.
 
     %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %r: f32[M] = reciprocal(%s); %y: f32[M, N] = %e * %r
 
@@ -6,9 +6,9 @@ gets
 
     outside: %s, %r
 
-A thread computes them once per row. A divisor among them is prepared once, which makes the divisions cheap. In a pointwise kernel, and if
-each element of a vector has a separate accumulator, they are equal for all elements of a vector. A part of a concat or pad stays inside,
-under the condition of the part.
+A thread computes them once per row. A hoisted divisor is prepared once, which makes the divisions cheap. The innermost loop may be the loop
+over a vector: in a pointwise kernel, or if each element of a vector has a separate accumulator. A part of a concat or pad is not hoisted,
+because a condition guards it.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from hostweave.types.machine import Machine
 
 
 def hoist(loops: Loops, machine: Machine) -> Loops:
-    """Lists the inputs and values outside the innermost loop."""
+    """Lists the inputs and values that are computed outside of the innermost loop."""
     if loops.takes_lanes:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))

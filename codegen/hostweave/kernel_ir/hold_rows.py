@@ -1,4 +1,5 @@
-"""Splits rows evenly over threads, which hold a row in registers if several walks use it or if a late walk would wait for it.
+"""Splits rows evenly over threads. The threads hold a row in registers if several walks use it, or if a late walk would have to wait for
+it.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -10,8 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-A value that several walks use is computed once and held if it is expensive or rounded. Then the rows that it is computed from are not
-held for the later walks.
+A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
+it is computed.
 """
 
 import itertools
@@ -26,19 +27,19 @@ from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
 WARP = 32  # threads
-ROW_THREADS = 512  # maximum number of threads that share a row of known length
-MANY_THREADS = 1024  # the same for rows of computed values, which need more registers than inputs of 16 bits
-LANES = (1, 2, 4, 8, 16, 32)  # threads that share a short row, so that a warp has several rows
-LINE = 8  # threads that read 128 bytes together: the preferred minimum
-EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first that divides it
-HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
-HELD_ROWS = 5  # maximum number of held rows of unknown length: hw::kRowAccesses accesses each
-LATE_BYTES = 16 << 10  # maximum bytes of rows that a block prefetches; they occupy registers
-EXPENSIVE = 16  # cost per element, in additions, from which a value is held
+ROW_THREADS = 512  # largest number of threads that share a row of known length
+MANY_THREADS = 1024  # the same for held values that the kernel computes, which need more registers than inputs of 16 bits
+LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
+LINE = 8  # threads that together read 128 bytes: the preferred minimum
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
+HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
+HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
+LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches, because they occupy registers
+EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the threads of a row and the rows that they hold."""
+    """Chooses the number of threads per row, and the rows that they hold."""
     if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
     shared = _shared(loops, ())
@@ -47,7 +48,7 @@ def hold_rows(loops: Loops, machine: Machine) -> Loops:
 
 
 def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[tuple[str, ...]]:
-    """Rows to hold besides these values, the preferred ones first."""
+    """Combinations of rows that could be held together with `values`, in order of preference."""
     reads, computed = [], set[str]()
     for walk in loops.walks:
         needed = _needed(loops, _roots(walk), computed)
@@ -62,7 +63,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that an earlier walk computes too, and that are expensive or rounded. A conversion to a wider type is left to each walk."""
+    """Values that an earlier walk also computes, and that are expensive or rounded. Each walk repeats the conversion to a wider type."""
     made = {op.result.name: op for op in loops.kernel.ops}
     found, before = list[str](), set[str]()
     for walk in loops.walks:
@@ -84,7 +85,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
-    """These values and the values of the innermost loop on which they depend, in order. Stops at `computed`."""
+    """`roots`, and the values of the innermost loop on which they depend, in order. Stops at `computed`."""
     made = {op.result.name: op for op in loops.kernel.ops}
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
@@ -96,12 +97,13 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands whose elements an op uses."""
+    """Operands of which the op uses elements."""
     return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """The loops with rows that are split over threads, which hold these values. Rows of unknown length are held if they may fit."""
+    """The loops with each row split over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into
+    registers."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
@@ -111,7 +113,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 
 
 def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of known length, or 0 if none divides it evenly."""
+    """Number of threads that share a row of known length evenly, or 0 if there is none."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))

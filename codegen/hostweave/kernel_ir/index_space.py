@@ -1,4 +1,4 @@
-"""Index space of a kernel: the dims of its loops, with the offset of each element that it reads or writes.
+"""Index space of a kernel: the dims of its loops, and the offset of each element that it reads or writes.
 
     kernel @sum_y(%x: f32[M, N]) { %y: f32[M] = sum(%x, axis=(1)) }
 
@@ -22,14 +22,14 @@ from hostweave.types.tensor import BufferType, strides_of
 
 
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
-    """Returns the index space. `buffers` are the types of the inputs, then of the results.
+    """Builds the index space. `buffers` are the types of the inputs, then of the results.
 
-    Raises NotOneKernel if the ops do not fit in one kernel.
+    Raises NotOneKernel if one kernel cannot compute the ops.
     """
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
-    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes in part
+    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes only in part
     places = _places(kernel, space, memory, moved)
     order = list(space.sizes)
 
@@ -44,7 +44,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], places: Iterable[str]) -> LoopDim:
-    """Returns the loop dim, of size 1, of a kernel that keeps no index. Its strides are those of contiguous rows."""
+    """The loop dim of size 1 for a kernel that keeps no index. Its strides are those of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}
@@ -54,7 +54,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], pl
 def _places(
     kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Size]]:
-    """Stride of each index in every input, result and index value."""
+    """Strides of the indices in each place: input, result, or value of an index."""
     places: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
     for name, (place, buffer) in zip(named, memory.items(), strict=True):
@@ -81,7 +81,7 @@ def _places(
 def _lanes(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Lane]:
-    """Size and stride of each dim that no loop iterates over, by place. Includes the dims that an update writes in part."""
+    """Size and stride of each dim that no loop iterates over, by place. Includes the dims that an update writes only in part."""
 
     def lane(place: str, dim: int) -> Lane:
         return Lane(memory[place].shape[dim], strides_of(memory[place])[dim])

@@ -1,4 +1,4 @@
-"""IR of a kernel as loops, between its ops and its C++. Passes fill it in from top to bottom; its text shows the decisions.
+"""Loop IR of a kernel, between its ops and its C++. Each pass adds a decision, which its text shows.
 
 loops @normed {
   keep i in M
@@ -31,7 +31,7 @@ from hostweave.types.tensor import BufferType, DType, row_major
 
 ZERO, ONE = Size(0), Size()
 COUNTED = ("index", "start")  # ops that use only the size of their second operand
-OUTERMOST = "outermost"  # atom that replaces the outermost size
+OUTERMOST = "outermost"  # symbol for the outermost size
 
 # Distributions of the iterations over threads.
 BY_THREAD = "each thread computes elements"
@@ -51,7 +51,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """A dim that no loop iterates over: its size and the stride of its elements."""
+    """A dim that no loop iterates over: its size, and the stride of its elements."""
 
     size: Size
     stride: Size
@@ -59,17 +59,17 @@ class Lane:
 
 @dataclass(frozen=True)
 class LoopDim:
-    """A dim of the loops: its size, and the stride of its elements in each place (inputs, results, index values)."""
+    """A dim of the loops: its size, and its stride in each place (input, result or value of an index)."""
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # position among the operands' dims; indices are named in this order
-    indices: tuple[str, ...] = ()  # indices of the iteration that it merges
+    position: int = 0  # position among the operands' dims; index letters follow this order
+    indices: tuple[str, ...] = ()  # indices of the index space that are merged into it
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One loop nest over the reduced dims: the reductions that it accumulates and the results that it stores."""
+    """One loop nest over the reduced dims, with the reductions that it accumulates and the results that it stores."""
 
     reductions: tuple[Op, ...] = ()
     stores: tuple[str, ...] = ()
@@ -77,9 +77,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class Loops:
-    """Loops over the dims that a kernel keeps, and inside them loop nests over the dims that it reduces.
+    """Loops over the dims that a kernel keeps. Inside of them, loop nests over the dims that it reduces.
 
-    A place is an input, a result in memory (see `stored`), or the key of an index value. `outer` is the size that OUTERMOST denotes.
+    A place is an input, a result in memory (see `stored`), or the value of an index (see `index_at`). `outer` is the size that OUTERMOST
+    stands for.
     """
 
     kernel: ir.Kernel
@@ -92,12 +93,12 @@ class Loops:
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
-    threads: int = 0  # per block, or threads that share a row of known length; 0: any number
+    threads: int = 0  # threads of a block, or threads that share a row of known length; 0: any number
     width: int = 1  # consecutive elements per access
-    outside: tuple[str, ...] = ()  # inputs and values that are computed outside the innermost loop
-    prepared: tuple[str, ...] = ()  # divisors among them of the innermost loop
-    held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
-    index: str = "int64_t"  # C++ type of the number of an element; Index is 32 bits if the elements fit
+    outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
+    prepared: tuple[str, ...] = ()  # the divisors of the innermost loop among `outside`
+    held: tuple[str, ...] = ()  # inputs and values of which threads hold rows in registers
+    index: str = "int64_t"  # C++ type of linear element indices; `Index` is 32 bits if the elements fit
 
     # --- facts of the ops ---
 
@@ -124,11 +125,11 @@ class Loops:
 
     @property
     def calls_lanes(self) -> bool:
-        """True if the kernel gathers or scatters by indices that are data."""
+        """True if the kernel gathers or scatters with data-dependent indices."""
         return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     def dtype(self, name: str) -> DType:
-        """Dtype of an input or of a value."""
+        """Dtype of an input or value."""
         given = (p.type.dtype for p in self.kernel.inputs if p.name == name)
         return next(given, None) or next(op.result.type.dtype for op in self.kernel.ops if op.result.name == name)
 
@@ -137,12 +138,12 @@ class Loops:
         return self.dtype(name).kind == "float" and self.dtype(name).itemsize <= 4
 
     def is_rounded(self, value: str) -> bool:
-        """True if an op rounds this value to a float of at most 16 bits. Other such floats stay f32 until they are stored."""
+        """True if an op rounds this value to a float of at most 16 bits. Other small floats stay f32 until they are stored."""
         op = next(op for op in self.kernel.ops if op.result.name == value)
         return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
 
     def held_bytes(self, name: str) -> int:
-        """Bytes of an element of a held row."""
+        """Size of an element of a held row, in bytes."""
         return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize
 
     # --- dims ---
@@ -158,12 +159,12 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose. It is contiguous along the first dim, and its operands along the last one."""
+        """The result that blocks transpose in tiles, or "". It is contiguous along the first dim, and its operands along the last one."""
         return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
     def packed(self) -> set[str]:
-        """Places with vectorised access."""
+        """Places that are contiguous along the vectorised dim."""
         return {place for place in self.memory if self.stride(place, self.along) == ONE}
 
     @property
@@ -172,7 +173,7 @@ class Loops:
 
     @property
     def has_wide_totals(self) -> bool:
-        """True if the reduction keeps the vectorised dim, so that each vector element has a separate accumulator."""
+        """True if the reduction keeps the vectorised dim, so that each element of a vector has a separate accumulator."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
     @property
@@ -182,7 +183,8 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the dim that a block processes together, or None. With lanes, it is that of the result or of the operand."""
+        """Size of the dim that all threads of a block process together, or None. If the op processes whole rows, this is the row length of
+        the result or of the operand."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
@@ -192,16 +194,16 @@ class Loops:
         return dim.strides[self.places.index(place)]
 
     def own(self, size: Size) -> Size:
-        """Rewrites a size in terms of the parameter for the outermost dim."""
+        """Expresses a size by the parameter for the outermost size, if it is a multiple of that."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
     def is_linear(self, place: str) -> bool:
-        """Returns True if the linear index of a result's element is also its offset in this place."""
+        """True if the linear index of a result element equals its offset in this place."""
         return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that the vector width must divide: the vectorised dim, the ends of its parts, and the strides of its rows."""
+        """Sizes that the vector width must divide: the vectorised dim, the bounds of parts along it, and the strides of other dims."""
         packed = [place for place in self.memory if place in self.packed]
         rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
         jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
@@ -210,7 +212,7 @@ class Loops:
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
 
     def taken_apart(self) -> list[int]:
-        """Dims of the result whose indices are computed from the linear index, because an offset needs them."""
+        """Dims of the result whose index must be computed from the linear index, because an offset depends on it."""
         if len(self.kept) == 1 or self.distribution == BY_TILE:
             return []
         scattered = [place for place in self.places if not self.is_linear(place)]
@@ -219,15 +221,15 @@ class Loops:
     # --- scopes ---
 
     def moves_inside(self, op: Op) -> bool:
-        """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
+        """True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):  # not read outside the condition of the part
+        # must not be read outside of the condition that guards the part
+        if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
             return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
 
     def are_inside(self, indices: Labels) -> bool:
-        """Returns True if a value with these indices differs between iterations of the innermost loop, which may be the loop over a
-        vector."""
+        """True if a value with these indices differs between iterations of the innermost loop, which may be the loop over a vector."""
         if self.reduced and not self.has_wide_totals:
             return any(index in self.space.reduced for index in indices)
         return self.width == 1 or any(index in self.along.indices for index in indices)
@@ -235,7 +237,7 @@ class Loops:
     # --- text ---
 
     def letters(self) -> dict[LoopDim, str]:
-        """Index of every dim, in the order of the operands' dims."""
+        """Index letter of each dim, in the order of the operands' dims."""
         order = sorted(self.dims, key=lambda dim: dim.position)
         letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
         return dict(zip(order, letters, strict=False))
@@ -277,7 +279,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
-    """Merges adjacent dims that one stride covers in every operand, and drops dims of size 1."""
+    """Merges adjacent dims that one stride can express in all places, and drops dims of size 1."""
     result: list[LoopDim] = []
     for dim in dims:
         if dim.size == ONE:
@@ -290,15 +292,15 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Key of a result in memory, in contrast to the value of that name."""
+    """Place of a result in memory. The place of the value before the store is its name."""
     return f"{result} stored"
 
 
 def gathers_in_order(op: Op) -> bool:
-    """True if an op reads its operand at an index that follows from its own indices."""
+    """True if an op gathers at an index that it computes from loop indices."""
     return OPS[op.kind].gathers and len(op.tensors) == 1
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Key of the index of a dim that decides which element an op reads."""
+    """Place of the value of an index that determines which element an op reads."""
     return f"{op.result.name} {dim}"

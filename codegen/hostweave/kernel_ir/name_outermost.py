@@ -1,4 +1,4 @@
-"""Replaces an outermost size such as `4*B` by a parameter, so that launches with other multiples share the kernel.
+"""Replaces an outermost size such as `4*B` by a parameter, so that launches with other multiples use the same kernel.
 
     keep i in 4*B, j in N
     %x: f32 at i * N + j
@@ -9,7 +9,7 @@ becomes
     outermost = 4*B
     %x: f32 at i * N + j
 
-Does nothing if an inner dim contains one of its sizes, because strides would then have two spellings.
+Does nothing if an inner size shares a symbol with the outermost size: strides could then be written in two ways.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from hostweave.types.size import Factor, Size
 
 
 def name_outermost(loops: Loops, machine: Machine) -> Loops:
-    """Names the outermost size, if it is a multiple of a symbol."""
+    """Replaces the outermost size by a parameter, if it is a multiple of a symbol."""
     outer, *inner = (dim.size for dim in loops.dims)
     if len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
         return loops
@@ -33,5 +33,5 @@ def name_outermost(loops: Loops, machine: Machine) -> Loops:
 
 
 def named_sizes(loops: Loops) -> dict[Factor, Size]:
-    """Size that the parameter denotes, by its atom."""
+    """Maps the parameter to the size that it stands for."""
     return {OUTERMOST: loops.outer} if loops.outer else {}

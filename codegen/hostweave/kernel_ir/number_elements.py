@@ -1,4 +1,4 @@
-"""Chooses the integer type in which elements are numbered: 32 bits if all numbers fit, since their division is faster.
+"""Chooses the integer type of linear element indices. 32 bits are used if all indices fit, because division is then faster.
 
     keep i in M, j in 63
 
@@ -6,7 +6,7 @@ gets
 
     number elements by Index
 
-which is 32 or 64 bits at run time. The type matters only if a kernel decomposes the number of an element into indices.
+which is 32 or 64 bits at run time. The type matters only if a kernel decomposes the linear index into the indices of dims.
 """
 
 from dataclasses import replace
@@ -14,11 +14,11 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import BY_THREAD, Loops
 from hostweave.types.machine import Machine
 
-SHORT = 1 << 30  # maximum number of elements for which hw::fits_int32
+SHORT = 1 << 30  # hw::fits_int32 holds up to this number of elements
 
 
 def number_elements(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the type of an element's number."""
+    """Chooses the type of linear element indices."""
     if loops.distribution != BY_THREAD or not loops.taken_apart():
         return loops
     count = loops.count

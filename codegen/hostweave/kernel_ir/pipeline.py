@@ -1,4 +1,4 @@
-"""All passes from a kernel to its loops, in order. Each pass is a function in a file of the same name."""
+"""All passes from a kernel to its loops, in order. Each pass is a function, in a file of the same name."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,9 +31,9 @@ PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (
 
 
 def stages(kernel: ir.Kernel, buffers: Sequence[BufferType], machine: Machine) -> list[tuple[str, Loops]]:
-    """Loops after each pass that changes them, with the pass's name.
+    """The loops after each pass that changes them, with the pass's name.
 
-    `buffers` are the types of the kernel's inputs, then its results. Raises ProgramError if the ops do not fit in one kernel.
+    `buffers` are the types of the kernel's inputs, then of its results. Raises ProgramError if one kernel cannot compute the ops.
     """
     try:
         found = [(index_space.__name__, index_space(kernel, buffers))]

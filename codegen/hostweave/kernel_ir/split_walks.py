@@ -1,4 +1,4 @@
-"""Splits the reduced dims of a kernel into loop nests: one for all reductions that are ready together.
+"""Splits the loops over reduced dims into walks: one loop nest for all reductions whose operands are available.
 
     %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
 
@@ -8,8 +8,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results with all dims are stored in the only nest if no reduction precedes them, and otherwise in a last one. Operands of a
-reduction are computed in its nest, and again in any later one that needs them.
+Results with all dims are stored in the only walk if they depend on no reduction, otherwise in an additional last walk. Operands of a
+reduction are computed in its walk, and again in each later walk that needs them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from hostweave.types.machine import Machine
 
 
 def split_walks(loops: Loops, machine: Machine) -> Loops:
-    """Lists the loop nests over the reduced dims. A kernel without reductions has none."""
+    """Lists the walks over the reduced dims. A kernel without reductions has none."""
     if not loops.reduced:
         return loops
     space, ops = loops.space, loops.kernel.ops
@@ -42,7 +42,7 @@ def split_walks(loops: Loops, machine: Machine) -> Loops:
 
 
 def _leads_to(ops: Sequence[Op]) -> dict[str, set[str]]:
-    """All values that an op's result depends on, by result."""
+    """For each op's result, all values on which it depends."""
     found: dict[str, set[str]] = {}
     for op in ops:
         found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))

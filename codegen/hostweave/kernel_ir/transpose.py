@@ -1,4 +1,4 @@
-"""Lets blocks transpose tiles in shared memory if a result and its operands are contiguous along different dims.
+"""Lets blocks transpose tiles in shared memory, if a result and its operands are contiguous along different dims.
 
     keep i in M, j in 4096
     %x: bf16 at i * 4096 + j
@@ -8,7 +8,7 @@ gets
 
     distribute: a block transposes a tile
 
-and all accesses are vectorised. The dims are kept in the order of the operands.
+With tiles, all accesses are vectorised. The dims are kept in the order of the operands.
 """
 
 from dataclasses import replace
@@ -16,12 +16,12 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
 from hostweave.types.machine import Machine
 
-LEAST = 16  # elements of a dim, below which a tile is mostly empty
-BYTES = 4  # maximum size of an element, so that tiles fit in shared memory
+LEAST = 16  # elements; a tile of a shorter dim would be mostly empty
+BYTES = 4  # largest element, in bytes, for which tiles fit into shared memory
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
-    """Chooses tiles for kernels of two dims that write one result across the order of their operands."""
+    """Chooses tiles for a kernel over two dims if one result is contiguous along another dim than its operands."""
     others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
@@ -31,7 +31,8 @@ def transpose(loops: Loops, machine: Machine) -> Loops:
 
 
 def _writes_across(loops: Loops) -> bool:
-    """True if operands are contiguous along the last dim or do not vary along it, and one result is contiguous along the first dim."""
+    """True if one result is contiguous along the first dim. All other places must be contiguous along the last dim, or constant along
+    it."""
     strides = {place: tuple(loops.stride(place, dim) for dim in loops.kept) for place in loops.memory}
     across = [place for place, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
     others = [both for place, both in strides.items() if place not in across]

@@ -1,4 +1,4 @@
-"""Widens accesses to vectors of at most 16 bytes, in every place where the elements are contiguous.
+"""Widens accesses to vectors of at most 16 bytes, in all places with contiguous elements.
 
     %x: bf16 at i * 4096 + j
 
@@ -6,7 +6,7 @@ gets
 
     vectors of 8 along j
 
-The width divides every int among the sizes. The kernel checks the other sizes and the alignment at run time.
+The width divides all sizes that are ints. The kernel checks symbolic sizes and the alignment at run time.
 """
 
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Arithmetic of fusions and host programs on arrays of several lanes: casts and ops. A user's kernel counts as a random function."""
+"""Arithmetic of fusions and host programs on arrays with several lanes (independent random inputs): casts, ops, and user kernels as random
+functions."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ HASHED, JOINED = LANES, DUAL  # HASHED: exp is a random function. JOINED: exp(a 
 
 @cache
 def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
-    """Returns NumPy's dtype for a dtype: every float is a Real."""
+    """NumPy's dtype for a dtype. Every float is a Real."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 
@@ -41,7 +42,7 @@ def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
 def results_of_kernel(
     name: str, inputs: Sequence[Lanes], outputs: Sequence[tuple[tuple[int, ...], DType]], functions: Functions
 ) -> tuple[Lanes, ...]:
-    """Returns the results of a user's kernel: each element is a random function of everything that the kernel reads."""
+    """Results of a user kernel. Each element is a random function of all inputs of the kernel."""
     digest = np.zeros(1, np.uint64)
     for x in inputs:
         elements = x.element if isinstance(x, Real) else field.of_integers(x.value)
@@ -60,13 +61,13 @@ def results_of_kernel(
 
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    """Returns indices. An index out of range, for which a program fails, is taken modulo the dim."""
+    """Converts indices to i64. An index out of range, for which a program fails, is taken modulo the dim."""
     places: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return places
 
 
 def _philox(_: Any, i: Any, *others: Any) -> Any:
-    """Computes philox with NumPy. The result is exact, because all operands are integers."""
+    """Computes philox with NumPy. All operands are integers, so the result is exact."""
     return Real.of(Exact(OPS["philox"].numpy(np, *values_of(Exact.of(i), *others))))
 
 
@@ -74,14 +75,14 @@ _OTHERWISE = {"index": _index, "philox": _philox}
 
 
 def function_of(op: Op) -> Any:
-    """The function of an op, over LANES."""
+    """The function of an op, for arrays in lanes."""
     return _OTHERWISE.get(op.kind, OPS[op.kind].numpy)
 
 
 def run_fusion(
     fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
 ) -> tuple[Lanes, ...]:
-    """The outputs of a fusion for these global inputs. `observe` gets all values of each body."""
+    """The outputs of a fusion for these global inputs. `observe` is called with the values of each body."""
 
     def kernel(op: Op, tensors: Sequence[Lanes]) -> tuple[Lanes, ...]:
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)
@@ -94,7 +95,7 @@ def run_fusion(
 
 
 def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
-    """Runs a user's kernel on the block of every rank, and joins the results to global arrays."""
+    """Runs a user kernel on the block of every rank, and joins the results to global arrays."""
     kernel = op.user_kernel
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]

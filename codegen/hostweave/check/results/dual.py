@@ -1,7 +1,8 @@
-"""Floats over dual numbers, in which exp of a sum is the product of exps. Joins of softmaxes by their log-sum-exps need this.
+"""Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this.
 
-An element is a + b e of the field, where e * e = 0, and exp(a + b e) = 1 + a e. A logarithm keeps its argument through sums and selections,
-so that exp(log(y) + x) = y exp(x). Because exp is known to first order only, shadows are compared, too.
+An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm keeps its
+argument through sums and selections, so that exp(log(y) + x) = y exp(x). Because exp is defined only to first order, the shadows (f64
+values) are compared too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):
-    """A shadow, a, b, and c + d e. If the number is a logarithm, its argument is c + d e; otherwise c is 0."""
+    """A shadow, a and b, and c + d e. If the number is a logarithm, c + d e is its argument. Otherwise c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5
@@ -35,7 +36,7 @@ class Dual(Real):
         return cls(shadow, a, b, np.zeros_like(a), np.zeros_like(a))
 
     def _exponential(self) -> tuple[Part, Part]:
-        """Returns exp(self): the number that a logarithm carries, else 1 + a e."""
+        """exp(self): the argument of a logarithm, otherwise 1 + a e."""
         _, a, _, c, d = self.parts
         return np.where(c != 0, c, field.ONE), np.where(c != 0, d, a)
 

@@ -1,6 +1,6 @@
-"""The field of integers modulo a prime: arrays of its elements as uint64.
+"""The field of integers modulo a prime. Its elements are stored as uint64.
 
-Sums and products are exact, so that they are the same in any order. `hashed` is a random function: equal elements give equal results.
+Sums and products are exact, so their order does not matter. `hashed` is a random function: equal elements give equal results.
 """
 
 import threading
@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 Elements = NDArray[np.uint64]
 
-PRIME = 2**26 - 5  # 4096 products of two elements can be added up in 64 bits
+PRIME = 2**26 - 5  # the sum of 4096 products of two elements fits in 64 bits
 P = np.uint64(PRIME)
 ZERO, ONE = np.uint64(0), np.uint64(1)
 _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of an element
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
-_FEW_TERMS = 16  # up to so many terms, and for small products, NumPy's loops are faster than BLAS
-_SMALL = 2**14  # products
+_FEW_TERMS = 16  # up to this number of terms, and for small products, NumPy's loops are faster than BLAS
+_SMALL = 2**14  # number of multiplications
 _MANY = 1000
-_FEW = 20  # elements for which powers of Python are faster than 34 products of arrays
-_EXPONENTS = 1200  # exponents of f64, above and below 0
+_FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
+_EXPONENTS = 1200  # covers the exponents of f64, above and below 0
 
 
 @cache
@@ -33,7 +33,7 @@ def _powers_of_two() -> Elements:
 
 
 def of_floats(x: NDArray[Any]) -> Elements:
-    """Returns the exact elements of finite f64 numbers, which are integers times powers of two; 0 for others."""
+    """Exact elements for f64 numbers, which are integers times powers of two. 0 if a number is not finite."""
     mantissa, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     whole = np.ldexp(mantissa, 53).astype(np.int64) % PRIME
     elements: Elements = whole.astype(np.uint64) * _powers_of_two()[exponent + (_EXPONENTS - 53)] % P
@@ -50,7 +50,7 @@ _scratch = threading.local()
 
 
 def _scratch_like(x: Elements) -> Elements:
-    """Returns memory for an intermediate result. It is used again, because new memory costs more than the arithmetic on it."""
+    """Memory for an intermediate result. It is reused, because allocating memory takes longer than the arithmetic."""
     if getattr(_scratch, "size", 0) < x.size:
         _scratch.size, _scratch.memory = x.size, np.empty(x.size, np.uint64)
     memory: Elements = _scratch.memory[: x.size].reshape(x.shape)
@@ -58,7 +58,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Returns numbers of 64 bits modulo the prime. Many numbers are overwritten: a division and a product are faster than a remainder."""
+    """Reduces 64-bit numbers modulo the prime. If there are many, `x` is overwritten: a division and a product are faster than a
+    remainder."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements
@@ -73,9 +74,9 @@ def sum_of(x: Elements, y: Elements) -> Elements:
 
 
 def _below_prime(total: Elements) -> Elements:
-    """Subtracts the prime from numbers of at least the prime."""
+    """Subtracts the prime from those numbers that are not below it."""
     if total.size <= _MANY:
-        smaller: Elements = np.minimum(total, total - P)  # below 0 it wraps around
+        smaller: Elements = np.minimum(total, total - P)  # a number below 0 wraps around
         return smaller
     np.minimum(total, np.subtract(total, P, out=_scratch_like(total)), out=total)
     return total
@@ -90,10 +91,10 @@ def negative(x: Elements) -> Elements:
 
 
 def inverse(x: Elements) -> Elements:
-    """Returns x to the power of PRIME - 2 = 8 (2^23 - 1) + 1, which is 0 for 0."""
+    """x to the power of PRIME - 2 = 8 (2^23 - 1) + 1, which is the inverse of x, and 0 for 0."""
     if x.size <= _FEW:
         return np.array([pow(number, PRIME - 2, PRIME) for number in x.ravel().tolist()], np.uint64).reshape(x.shape)
-    ones = {1: x}  # by n: x to the power of 2^n - 1
+    ones = {1: x}  # n -> x to the power of 2^n - 1
     for more, n in ((1, 1), (2, 2), (1, 4), (5, 5), (1, 10), (11, 11), (1, 22)):
         ones[n + more] = product_of(_squared(ones[n], more), ones[more])
     return product_of(_squared(ones[23], 3), x)
@@ -106,7 +107,7 @@ def _squared(x: Elements, times: int) -> Elements:
 
 
 def matmul(x: Elements, y: Elements) -> Elements:
-    """Returns the product of matrices with equal numbers of leading dims."""
+    """Product of matrices with the same number of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
     if inner <= _FEW_TERMS or (inner <= _SUMMED and rows * inner * columns <= _SMALL):
         return reduced(np.matmul(x, y))
@@ -124,7 +125,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
 
 
 def _reduce_whole(x: NDArray[np.float64]) -> None:
-    """Replaces integers below 2^53 by their remainders. A quotient is rounded by less than 1 / P, so that its floor is exact."""
+    """Reduces integers below 2^53 modulo the prime. The rounding error of the quotient is below 1 / P, so its floor is exact."""
     multiples = x / PRIME
     np.floor(multiples, out=multiples)
     multiples *= PRIME
@@ -132,7 +133,7 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """Returns a random function, named by a word, of elements."""
+    """A random function of elements. `word` selects the function."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

@@ -1,6 +1,6 @@
-"""The functions of NumPy over arrays in lanes.
+"""NumPy's functions for arrays in lanes.
 
-The functions of ops and instructions take NumPy as an argument. Over `LANES` they compute all lanes at once.
+Functions of ops and instructions have NumPy as an argument. If this is `LANES`, they compute all lanes at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hostweave.check.results.lanes import (
     values_of,
 )
 
-# NumPy functions that are random functions of the field, each with a map of elements into its domain.
+# NumPy functions that are replaced by random functions of the field, each with a map of its operand into its domain.
 _ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _OPAQUE: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANYWHERE, lambda x: x),
@@ -43,7 +43,7 @@ _OPAQUE: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take no lanes."""
+    """NumPy for operands that may have lanes. Functions that this class does not define are NumPy's, and do not support lanes."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
@@ -104,7 +104,7 @@ class Functions:
         return Exact(np.remainder(*values_of(x, y)))
 
     def power(self, x: Any, y: Any) -> Any:
-        """Returns a product for integer powers, else a random function of both operands."""
+        """A product for integer powers. Otherwise a random function of both operands."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
         number = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
@@ -143,7 +143,7 @@ class Functions:
 
     @staticmethod
     def _opaque(name: str, x: Any, *others: Any) -> Any:
-        """A random function in place of one that the field lacks. Elements outside of its domain are mapped into the domain first."""
+        """A random function in place of a function that the field lacks. The operand is first mapped into the function's domain."""
         with np.errstate(all="ignore"):
             inside = _OPAQUE[name](x.value)
             return x.opaque(name, getattr(np, name)(inside, *(other.value for other in others)), *others)

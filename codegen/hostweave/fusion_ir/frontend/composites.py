@@ -253,13 +253,13 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # the maxima of rows, which a kernel of rows computes
+        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # from the maxima of the rows, which the kernel of the rows computes
     own = _worded("scale", _cast(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """Shape with a dim for the elements of a block after each dim of blocks."""
+    """Splits each dim that is quantised in blocks into two dims: the blocks, and the elements of a block."""
     blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
     for i in blocked:
         if shape[i].is_int and int(shape[i]) % BLOCK:
@@ -279,14 +279,14 @@ def _merged(scales: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 
 @_called("rotary")
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates pairs of elements of the last dim of x [..., S, E] by angles. `cos` and `sin` broadcast to [..., S, E/2].
+    """Rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to [..., S, E/2].
 
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved` it is 2i and 2i + 1 (Su et al., "RoFormer", 2021). The
     result has the shape and dtype of x, and is computed in f32 for narrower dtypes.
 
-    Raises ProgramError for an odd E, or other tables.
+    Raises ProgramError if E is odd, or if `cos` or `sin` does not broadcast.
 
-    Example: `hw.rotary_embedding(q, cos, sin)` of `bf16[B, H@tp, S, 128]` and tables `f32[S, 64]`.
+    Example: `hw.rotary_embedding(q, cos, sin)` with `q: bf16[B, H@tp, S, 128]`, and `cos` and `sin` of `f32[S, 64]`.
     """
     if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
         raise ProgramError.here(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it")
@@ -295,7 +295,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         shape = table.type.shape
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
-    of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
+    of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, which has the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair
@@ -317,7 +317,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). `seed`
     and `draw` are u32: ints, or tensors without dims.
 
-    Raises ProgramError if x has more than four dims, or a seed or draw is no u32.
+    Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32.
 
     Example: `hw.uniform(x, seed=7)`. With an input `step: hw.u32[()]`, `hw.uniform(x, 7, step)` gives new numbers in each step.
     """
@@ -350,12 +350,12 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 
 @_called("dropout")
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. It has the shape and dtype of x. p is at least 0 and below
-    1.
+    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is at least 0
+    and less than 1.
 
-    The backward pass calls it with the same seed and draw (Srivastava et al., "Dropout", 2014).
+    A backward pass uses the same seed and draw to drop the same elements (Srivastava et al., "Dropout", 2014).
 
-    Raises ProgramError if p is no such probability.
+    Raises ProgramError if p is not in this range.
 
     Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
     """

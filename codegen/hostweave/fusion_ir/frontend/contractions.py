@@ -1,4 +1,4 @@
-"""Sums of products over any dims, with NumPy's notation, made of matmuls that contract several dims at once."""
+"""einsum and tensordot: sums of products over any dims, done by matmuls that may contract several dims at once."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -17,15 +17,16 @@ DimLabels = tuple[Hashable, ...]  # a label for each dim; dims with equal labels
 
 @checked
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:
-    """Sum of products that `subscripts` states, as in numpy.einsum: letters for the dims of each operand, then those of the result.
+    """Sum of products, as in numpy.einsum. `subscripts` has one letter per dim of each operand, then the letters of the result.
 
-    A letter that the result lacks is summed over. Without `->` the result has the letters that occur once, in alphabetical order. With more
-    than two operands, the first two are multiplied first.
+    Letters that are missing in the result are summed over. Without `->` the result has the letters that occur once, in alphabetical order.
+    More than two operands are multiplied from left to right.
 
-    One matmul contracts the common letters of two operands, for the dtypes of `hw.matmul`. If these dims are sharded, partial sums are
-    reduced once, and nothing is gathered.
+    One matmul contracts all common letters of two operands. The dtypes are those of `hw.matmul`. If contracted dims are sharded, the
+    partial sum is reduced once, and no operand is gathered.
 
-    Raises ProgramError for an ellipsis, a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
+    Raises ProgramError for an ellipsis, a letter that occurs twice in one operand, sizes that differ, or letters that do not match the
+    operands.
 
     Example: `x: bf16[S, B@dp, E]` and `dy: bf16[S, B@dp, F]` give `bf16[E, F]` by `hw.einsum("sbe,sbf->ef", x, dy)`.
     """
@@ -49,10 +50,11 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
 def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axis | Sequence[Axis]] = 2) -> Tensor:
     """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
-    `axes` is a number of the last dims of a and first dims of b, or a pair: the dims of a, and those of b in the same order, by number or
-    name. One matmul contracts all of them, for the dtypes of `hw.matmul`. If these dims are sharded, partial sums are reduced once.
+    `axes` is a number n, for the last n dims of a and the first n dims of b. Or it is a pair: dims of a, and dims of b in the same order,
+    by index or name. One matmul contracts all of them. The dtypes are those of `hw.matmul`. If contracted dims are sharded, the partial sum
+    is reduced once.
 
-    Raises ProgramError for dims that differ in size or number.
+    Raises ProgramError if the paired dims differ in size, or if the two lists differ in length.
 
     Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.
     """
@@ -81,7 +83,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
 
 
 def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Letters of each operand and of the result.
+    """Letters of each operand, and letters of the result.
 
     Raises ProgramError if the text is not valid or does not fit the operands.
     """
@@ -116,7 +118,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
 
 
 def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: DimLabels) -> Tensor:
-    """Sum of products with these labels, over labels that the result lacks."""
+    """Sum of the products of two tensors. Sums over labels that are missing in `result`."""
     a, of_a = _summed(a, of_a, {*of_b, *result})
     b, of_b = _summed(b, of_b, {*of_a, *result})
     batch = tuple(label for label in result if label in of_a and label in of_b)
@@ -142,13 +144,13 @@ def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: Dim
 
 
 def _summed(x: Tensor, labels: DimLabels, kept: set[Hashable]) -> tuple[Tensor, DimLabels]:
-    """Sums over dims whose labels are not kept."""
+    """Sums over the dims whose labels are not in `kept`."""
     axes = tuple(i for i, label in enumerate(labels) if label not in kept)
     return (hw.sum(x, axis=axes) if axes else x), tuple(label for label in labels if label in kept)
 
 
 def _arranged(x: Tensor, labels: DimLabels, result: DimLabels) -> Tensor:
-    """Orders the dims by the result's labels, and sums over all others."""
+    """Permutes the dims to the order of `result`, and sums over all other dims."""
     x, labels = _summed(x, labels, set(result))
     order = tuple(labels.index(label) for label in result)
     return x if order == tuple(range(x.ndim)) else hw.permute_dims(x, order)

@@ -1,4 +1,4 @@
-"""Donation: which result takes the memory of each donated input."""
+"""Donation: chooses the result that reuses the memory of each donated input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,16 +9,17 @@ from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
 from hostweave.types.tensor import Dim
 
-Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or names with the number of the result
+Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or a map from names to the index of the result
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory it takes, or "". Empty if nothing is donated. Outputs get the inputs' shardings.
+    """For each output, the donated input whose memory it reuses, or "". Empty if nothing is donated. Such an output is resharded to the
+    input's sharding.
 
-    The output has the input's dtype and shape, is computed from it, and is not taken by another input. If none has that shape, an output
-    with the same dims in another order is taken.
+    The output must have the input's dtype and shape, must be computed from it, and must not reuse another input. If no output has that
+    shape, an output with the same dims in another order qualifies.
 
-    Raises ProgramError if no output qualifies, or several do.
+    Raises ProgramError if no output qualifies, or if several do.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -64,13 +65,13 @@ def _candidates(
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if the output has the same dims in any order, and no different stated sharding."""
+    """True if the output has the same dims in any order, and the user did not state a different sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 
 
 def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
-    """All values from which an output is computed."""
+    """Names of all values from which an output is computed."""
     found, left = set[str](), [output._value.name]
     while left:
         op = trace.tensors[left.pop()]._op
@@ -90,9 +91,9 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """Reshards an output to the input's sharding, and keeps its name."""
+    """Reshards an output to the input's sharding. The result gets the output's name."""
     target = given.type
-    if output.type.shape != target.shape:  # in another order
+    if output.type.shape != target.shape:  # the same dims in another order
         left = list(target.dims)
         dims = (left.pop([dim.size for dim in left].index(size)) for size in output.type.shape)
         target = output.type if output._value.pinned else replace(target, dims=tuple(dims))

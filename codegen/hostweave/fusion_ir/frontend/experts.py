@@ -1,4 +1,4 @@
-"""Functions for mixtures of experts: products of groups of rows, counts, and results of a stated size."""
+"""Functions for mixtures of experts: grouped matmuls, counting, results with a stated upper bound of their size, and routing of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from hostweave.types.tensor import Dim, TensorType, f32, i32, i64
 
 @_called("grouped")
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Matrix products of groups of rows, like torch.nn.functional.grouped_mm. `offsets` [E] of i32 has the end of each group.
+    """Multiplies each group of rows by a separate matrix, like torch.nn.functional.grouped_mm. `offsets`, i32 [E], has the end of each
+    group.
 
-    | a | b | result | group e |
+    | a | b | result | group e computes |
     |---|---|---|---|
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first one. A group begins at the end of the previous one. Offsets are data: they do not
-    decrease, and are not read by the host. On the CPU target groups that overlap are an ExecutionError. Rows after the last group are zeros
-    in the first form. Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, as the result of
-    `moe_dispatch` has.
+    The second form is the gradient of b in the first one. A group begins where the previous one ends. The host does not read the offsets,
+    which must not decrease. If they do, the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
+    Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
 
-    E, K, N and T may be sharded. A rank multiplies its part of the rows by its matrices. A sharded dim that the result lacks gives a
-    partial sum.
+    E, K, N and T may be sharded. A rank multiplies its shard of the rows by its shard of the matrices. If a sharded dim is missing in the
+    result, the result is a partial sum.
 
     Raises ProgramError for other shapes and dtypes.
 
@@ -47,15 +47,15 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _before(ends: Tensor) -> Tensor:
-    """Starts of the groups: a 0, then all ends except the last."""
+    """Starts of the groups: 0, then all ends except the last."""
     return ends * 0 if ends.type.shape[-1] == Size() else hw.pad(ends[..., :-1], (1, 0))
 
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Number of elements of ints x that are 0, 1, ..., `length` - 1: i64 [length], as jax.numpy.bincount. Other values are not counted.
+    """Counts the elements of x, ints, that equal 0, 1, ..., `length` - 1: i64 [length], as in jax.numpy.bincount. Ignores other values.
 
-    If x is sharded, ranks count their own elements, which is a partial sum.
+    If x is sharded, each rank counts its elements, and the result is a partial sum.
 
     Raises ProgramError for floats.
 
@@ -70,11 +70,11 @@ def bincount(x: Tensor, length: int | str) -> Tensor:
 
 @_called("nonzero")
 def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
-    """Indices of the elements of x that are not zero, in row-major order: i64 [size, dims of x], as torch.nonzero_static.
+    """Indices of the nonzero elements of x, in row-major order: i64 [size, number of dims of x], as in torch.nonzero_static.
 
-    If there are fewer, the other rows are `fill_value`. If there are more, the first ones are taken.
+    If fewer than `size` elements are nonzero, the remaining rows are `fill_value`. If more are, only the first `size` are returned.
 
-    Raises ProgramError for an x without dims, or a size that is no int.
+    Raises ProgramError if x has no dims, or if `size` is not an int.
 
     Example: `mask: bool[T]` gives `i64[16, 1]` by `hw.nonzero(mask, size=16)`.
     """
@@ -102,13 +102,13 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
 
 @_called("repeated")
 def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: SizeLike | None = None) -> Tensor:
-    """Repeats each index of a dim, as torch.repeat_interleave: `repeats` times, or `repeats[i]` times for element i if `repeats` is an int
-    tensor [D].
+    """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
+    of each index.
 
-    `total` is the size of the dim afterwards. It is required if the counts are a tensor. Indices after the last repetition repeat the last
-    one. Repetitions after `total` are cut off.
+    `total` is the size of the dim in the result. It is required if `repeats` is a tensor. If there are fewer repetitions, the last index
+    fills the rest. If there are more, the excess is cut off.
 
-    Raises ProgramError for counts of another shape, or a total that is missing.
+    Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
 
     Example: `x: f32[M, N]` and `counts: i32[M]` give `f32[64, N]` by `hw.repeat_interleave(x, counts, total=64)`.
     """
@@ -125,20 +125,20 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
     places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
-    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # repetitions that have ended
+    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # number of indices whose repetitions have ended
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
 
 
-# --- tokens that go to the ranks of their experts -----------------------------------------------------------------------
+# --- routing of tokens to the ranks of their experts -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Places of tokens on the ranks of their experts, from `moe_routing`.
+    """Destination of each token on the ranks of its experts. Returned by `moe_routing`.
 
-    - `ends`, i32 [R, E/R]: end of the rows of each expert on each of R ranks, the offsets for `grouped_matmul`.
-    - `rows`: number of rows that a rank may have. Rows after the last end are unused.
+    - `ends`, i32 [R, E/R]: end of the rows of each expert, on each of R ranks. These are the offsets for `grouped_matmul`.
+    - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
     """
 
     ends: Tensor
@@ -146,27 +146,27 @@ class Routing:
     axes: tuple[str, ...]
     ranks: int
     choices: int
-    _order: Tensor  # [R, rows]: choice of each row, in the order of the rank's experts
-    _places: Tensor  # [R, T, k]: row of each choice; 0 on the ranks that do not have its expert
-    _is_own: Tensor  # [R, T, k]: True if the rank has the choice
+    _order: Tensor  # [R, rows]: index of the choice in each row; rows are sorted by expert
+    _places: Tensor  # [R, T, k]: row of each choice; 0 on ranks without its expert
+    _is_own: Tensor  # [R, T, k]: True if the rank has the expert of the choice
 
 
 @checked
 def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (), capacity: SizeLike | None = None) -> Routing:
-    """Decides where tokens go: each to the ranks that have its experts. `experts` [T, k] are ints, the experts of each token.
+    """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
-    Mesh axes `axes` have R ranks. Tokens and experts are sharded over them: rank r has experts r * E/R to before (r + 1) * E/R.
-    All ranks gather the ids, and each computes which choices are its own.
+    The mesh axes `axes` have R ranks, which split tokens and E experts: rank r has the experts from r * E/R to (r + 1) * E/R - 1. All ranks
+    gather `experts`, and each finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. The default is all choices of its tokens, so that none is dropped. With a smaller
-    capacity, choices without room are dropped, from the last tokens of the last experts on. Counts are known only at the call, and stay on
-    the device.
+    A rank sends at most `capacity` choices to each rank. By default that is all choices of its tokens, so no choice is dropped. With a
+    smaller capacity, excess choices are dropped: first those of the highest-numbered experts, and among these the last tokens. Counts are
+    computed on the device, and are not read by the host.
 
-    Raises ProgramError if R does not divide the experts, or an axis is missing.
+    Raises ProgramError if R does not divide the number of experts, or if the mesh has no such axis.
 
-    Example: `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w,
-    routing.ends)`, `y = hw.moe_combine(h, routing, weights)`, of `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` that is
-    reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`.
+    Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:
+    `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w, routing.ends)`, `y
+    = hw.moe_combine(h, routing, weights)`.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     mesh = experts.type.mesh_in(experts._trace.mesh)
@@ -189,46 +189,47 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     flat = _on_all_ranks(hw.reshape(ids, str(total)))
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
-    found = indices.group_order(hw.where(is_own, local, own), 1, own)  # for each expert in the order of the tokens
+    found = indices.group_order(hw.where(is_own, local, own), 1, own)  # for each expert, its choices in the order of the tokens
     ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
     order, places = both[:, 0], both[:, 1]
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
-        order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row: no memory traffic
+        order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # all unused rows read the same row, which stays in the cache
     of_choices = ranks, str(experts.type.shape[0]), choices
     places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
     return Routing(ends, rows, names, ranks, choices, order, places, is_own)
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
-    """Replaces the expert of each choice that exceeds its rank's capacity by `num_experts`, which no rank has."""
+    """For each choice beyond the capacity of its destination rank, replaces the expert by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
-    places = indices.inverse_order(indices.argsort(own, 1), 1)  # choices of a rank, sorted by expert
+    places = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
     target = own // (num_experts // ranks)
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
-    begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: place of the first choice for each rank
+    begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: index of the first choice for each destination rank
     has_room = places - indices.take_along_axis(begins, target, 1) < _number(room, own)
     return hw.reshape(hw.where(has_room, own, num_experts), *map(str, ids.type.shape))
 
 
 def _number(size: Size, beside: Tensor) -> Tensor | int:
-    """A size as a number of the fusion."""
+    """Converts a size to an int or a scalar tensor."""
     return int(size) if size.is_int else record("iota", target=TensorType(i64, (Dim(size),)), beside=beside)[-1] + 1
 
 
 @_called("dispatched")
 def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sends each row of x [T, H] to the ranks of its experts: [R, rows, H], sharded over the axes of the routing.
+    """Sends each row of x [T, H] to the ranks of its experts. The result is [R, rows, H], sharded over the axes of the routing.
 
-    Each rank has the rows of its experts one after another, and for each expert in the order of the tokens. `routing.ends` says where they
-    end; rows after these are unused, and their values are undefined. `weights` [T, k] multiply the rows, as in the gradient of
-    `moe_combine`. It is the transpose of `moe_combine`.
+    On each rank, rows are sorted by expert, and rows of an expert are in the order of the tokens. `routing.ends` has the end of each
+    expert's rows. The values of later rows are undefined. The rows are multiplied by `weights` [T, k], if given, as in the gradient of
+    `moe_combine`. Without weights, this is the transpose of `moe_combine`.
 
-    All ranks gather x, and each copies the rows that it needs. So a token travels once to each rank, however many of its experts are there.
+    All ranks gather x, and each copies the rows that it needs. So a token is sent once to each rank, even if several of its experts are on
+    that rank.
 
     Raises ProgramError for other shapes.
 
@@ -244,10 +245,10 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
 
 @_called("combined")
 def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sends the rows of experts [R, rows, H] back, and adds the rows of each token: [T, H]. `weights` [T, k] multiply them.
+    """Sends the rows of experts [R, rows, H] back, and sums the rows of each token: [T, H]. The rows are multiplied by `weights` [T, k], if
+    given.
 
-    The terms of a token are added in f32. Each rank adds its terms, and one reduce-scatter adds the sums of the ranks.
-    Choices that were dropped add nothing.
+    The sum is in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
 
     Raises ProgramError for other shapes.
 
@@ -262,9 +263,9 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 
 @_called("returned")
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
-    """Sends the rows of experts [R, rows, H] back: [T, k, H], one for each choice of a token. Those of dropped choices are zeros.
+    """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    It moves k times the bytes of `moe_combine`. The gradient of the weights of `moe_combine` needs only one number of each choice: the
+    It moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, apply it to one number per choice: the
     product of its row with the row of the result's gradient, summed over H.
 
     Raises ProgramError for other shapes.
@@ -275,7 +276,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Rows of experts [R, rows, H] as [R, T, k, H]: each rank has the values of its choices, and zeros for others."""
+    """Gathers rows of experts [R, rows, H] into [R, T, k, H]. On each rank, choices of other ranks' experts are zeros."""
     own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 
@@ -285,7 +286,7 @@ def _on_all_ranks(x: Tensor) -> Tensor:
 
 
 def _on_own_rank(x: Tensor, routing: Routing) -> Tensor:
-    """Shards the tokens over the axes of the routing."""
+    """Reshards the tokens over the axes of the routing."""
     tokens, *others = map(str, x.type.shape)
     return hw.reshard(x, f"{tokens}@{','.join(routing.axes)}" if routing.axes else tokens, *others)
 

@@ -1,6 +1,6 @@
-"""Functions for writing fusions: those of the Python array API standard, and the rest from torch.nn.functional.
+"""Functions for writing fusions. Names are those of the Python array API standard, or else of torch.nn.functional.
 
-Simple pointwise ops and reductions are generated from the op table. This module has the functions that need more.
+Simple pointwise ops and reductions are generated from the op table. This module contains the other functions.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ SizeLike = int | str | Size
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
-    Both operands and the result have one dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints wrap
-    around. cuBLASLt has no such matmul of ints, so a generated kernel computes it, much slower than one of floats.
+    Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
+    wrap around. cuBLASLt has no such integer matmul. A generated kernel computes it, and is much slower than a matmul of floats.
 
-    A sharded dim K gives a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+    If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
 
-    Raises ProgramError for other dtypes, or inner dims that differ.
+    Raises ProgramError for other dtypes, or if the inner dims differ.
 
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
     """
@@ -42,20 +42,20 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @checked
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: DType = bf16) -> Tensor:
-    """Matrix product of 8-bit floats with scales, as torch._scaled_mm: [M, K] x [K, N] -> [M, N] of `out_dtype`, bf16, f16 or f32.
+    """Matrix product of 8-bit floats with scales, as in torch._scaled_mm: [M, K] x [K, N] -> [M, N]. `out_dtype` is bf16, f16 or f32.
 
-    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies a block of its operand. Products are summed in f32 and rounded once. The
-    shapes of the scales determine the blocks:
+    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies one block of its operand. Products are summed in f32, and the sum is rounded
+    once. The shapes of the scales determine the blocks:
 
-    | scales of | scale_a | scale_b |
+    | scales per | scale_a | scale_b |
     |---|---|---|
-    | tensors | [1, 1], or no dims | [1, 1], or no dims |
-    | rows and columns | [M, 1] | [1, N] |
-    | blocks | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
+    | tensor | [1, 1], or no dims | [1, 1], or no dims |
+    | row and column | [M, 1] | [1, N] |
+    | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
-    Shardings are those of `matmul`; a scale is sharded like its operand. A bias, `relu` or `gelu_tanh` after it becomes its epilogue.
-    Operands are fastest if the elements along K are contiguous, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Others are copied
-    first. If cuBLASLt lacks the scales, the matmul is composed of other ops, and `Program.explain` reports that.
+    Shardings propagate as for `matmul`; a scale is sharded like its operand. A following bias, `relu` or `gelu_tanh` becomes the epilogue.
+    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`; others are copied first. If cuBLASLt
+    does not support the scales, the matmul is composed of other ops, and `Program.explain` reports it.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -75,7 +75,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    An exponent that is a Python int 2, 3 or 4 is computed by multiplication, for ints as well.
+    If the exponent is the Python int 2, 3 or 4, the power is computed by multiplication. This also works for ints.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -84,12 +84,13 @@ def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 @checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU: x * Phi(x), with the distribution function Phi of the standard normal distribution. It has the shape and dtype of x, a float.
+    """GELU: x * Phi(x), where Phi is the distribution function of the standard normal distribution. The result has the shape and dtype of
+    x, a float.
 
-    `approximate` is "none" (by the error function) or "tanh", which is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Both are those of
+    `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Both are as in
     torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
 
-    Raises ProgramError for another value.
+    Raises ProgramError for another value of `approximate`.
 
     Example: `hw.gelu(x, approximate="tanh")`.
     """
@@ -100,9 +101,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @checked
 def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
-    """Limits x to `min` and `max`, numbers or tensors that broadcast against x. NaN stays NaN. Either may be omitted.
+    """Limits x to the range from `min` to `max`, numbers or tensors that broadcast against x. Either may be omitted. NaN stays NaN.
 
-    Raises ProgramError if both are.
+    Raises ProgramError if both are omitted.
 
     Example: `hw.clip(x, 0, 1)`, `hw.clip(x, max=6)`.
     """
@@ -114,7 +115,8 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """Selects elements of `a` where the bool `condition` is true, else of `b`. Dims broadcast; a and b have one dtype.
+    """Selects elements of `a` where the bool `condition` is true, and elements of `b` elsewhere. Dims broadcast; a and b have the same
+    dtype.
 
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
@@ -125,12 +127,12 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 def astype(x: Tensor, dtype: DType) -> Tensor:
     """Casts x to another dtype, with PyTorch's rounding: to nearest, ties to even. Floats become ints by rounding towards zero.
 
-    Returns x itself if it has the dtype.
+    Returns x itself if it already has the dtype.
 
-    Ints wrap around: an int dtype takes the low bits of another int, or of a float's i64. So -1.0 is 4294967295 in u32 on all targets. NaN
-    and floats outside of i64 and u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller dtypes.
+    Ints wrap around: the result has the low bits of the source int, or of the float converted to i64. So -1.0 is 4294967295 in u32 on all
+    targets. NaN and floats that fit neither i64 nor u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller int dtypes.
 
-    Values too large for f16, bf16 and f8e5m2 become infinite. In f8e4m3 they become 448.
+    Values too large for f16, bf16 or f8e5m2 become infinite. Values too large for f8e4m3 become 448.
 
     Raises ProgramError if `dtype` is not a hostweave dtype.
 
@@ -153,19 +155,18 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
 
 @checked
 def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
-    """A tensor of zeros. `shape` is a size or a list of sizes, ints or text such as "M".
+    """A tensor of zeros. `shape` is a size, or a list of sizes. A size is an int, or text such as "M".
 
-    Each name is that of a dim of an input. The tensor is replicated, and `hw.reshard` shards it.
-    Raises ProgramError for another shape or dtype, and outside of a fusion.
+    Each name must be that of a dim of an input. The tensor is replicated; `hw.reshard` shards it.
 
-    Example: `hw.concat([hw.zeros((1, "N")), x], axis=0)` of `x: f32[M, N]`.
+    Example: `hw.concat([hw.zeros((1, "N")), x], axis=0)` with `x: f32[M, N]`.
     """
     return _constant("zeros", shape, 0, dtype)
 
 
 @checked
 def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
-    """A tensor of ones, with shape, dtype and errors as for `hw.zeros`.
+    """A tensor of ones. Shape, dtype and errors are those of `hw.zeros`.
 
     Example: `hw.ones(("M", "N"), hw.bf16)`, `hw.ones("M")`.
     """
@@ -174,9 +175,9 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
 @checked
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
-    """A tensor of which each element is `fill_value`, a Python number, with shape and dtype as for `hw.zeros`.
+    """A tensor whose elements all equal `fill_value`, a Python number. Shape and dtype are those of `hw.zeros`.
 
-    Raises ProgramError for a number that the dtype cannot represent, such as fractions for ints.
+    Raises ProgramError for a number that the dtype cannot represent, such as a fraction in an int dtype.
 
     Example: `hw.full(("M", "N"), -float("inf"))`.
     """
@@ -185,13 +186,12 @@ def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType 
 
 @checked
 def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
-    """The vector start, start + step, ... of numbers before `stop`. A single argument is `stop`, and start is then 0.
+    """Vector of the numbers start, start + step, ... that are less than `stop`. A single argument is `stop`, and `start` is then 0.
 
-    `stop` may be a size as text, such as "M"; `start` and `step` are then ints, and step is 1 or a divisor of `stop - start` at each call.
-    Elements are computed in i64 for a dtype of 64 bits, otherwise in i32. Raises ProgramError for other bounds or steps, and for dtype
-    bool.
+    `stop` may be a size as text, such as "M". `start` and `step` are then ints, and in each call `step` must divide `stop - start`. For a
+    dtype of 64 bits, elements are computed in i64, otherwise in i32. Raises ProgramError for other bounds or steps, and for dtype bool.
 
-    Example: `hw.arange("M")` numbers the rows of `x: f32[M, N]`.
+    Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
     if stop is None:
         start, stop = 0, start
@@ -239,9 +239,10 @@ def _expect_dtype(name: str, dtype: object) -> None:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """Index (i64) of the first largest element along one dim, or in the flattened tensor. A NaN counts as the largest.
+    """Index (i64) of the largest element along one dim, or in the flattened tensor. Of several, it is the first. A NaN counts as the
+    largest.
 
-    A sharded dim is gathered first. With `keepdims` the dim stays, with one element.
+    A sharded dim is gathered first. With `keepdims` the dim is kept, with one element.
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
@@ -256,7 +257,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
 @checked
 def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
-    """Inserts dims of one element at the positions `axis` of the result.
+    """Inserts dims of one element. `axis` gives their positions in the result.
 
     Raises ProgramError for a position out of range.
 
@@ -272,12 +273,12 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 
 @checked
 def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
-    """Reshapes x: the same elements in row-major order with other dims.
+    """Reshapes x: the same elements in row-major order, with new dims.
 
-    Dims are ints, names, or sizes such as `M/8`, or a tuple of these. One may be -1 and is inferred.
+    Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One of them may be -1; it is inferred.
 
-    It is a view if the memory layout allows it. A sharded dim keeps its sharding if it stays, or if it is the outermost of the dims that
-    are merged or split. Otherwise it is gathered.
+    The result is a view if the memory layout allows it. A dim keeps its sharding if the reshape does not change it, or if it is the
+    outermost of the dims that are merged or split. Otherwise it is gathered.
 
     Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
@@ -294,11 +295,12 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
-    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes` all dims are reversed.
+    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed. The result is a
+    view.
 
-    A view. Also `x.T` for matrices.
+    For a matrix, `x.T` is the same.
 
-    Raises ProgramError if axes is not a permutation of the dims.
+    Raises ProgramError if `axes` is not a permutation of the dims.
 
     Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.permute_dims(x, (1, 0, 2))`.
     """
@@ -307,7 +309,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
 @checked
 def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
-    """Swaps two dims, as in torch. A view.
+    """Swaps two dims, as in torch. The result is a view.
 
     Raises ProgramError if x has no such dim.
 
@@ -320,9 +322,9 @@ def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
 
 @checked
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
-    """Repeats x to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
+    """Broadcasts x to the given dims, aligned from the right. Dims of one element and missing dims are repeated. The result is a view.
 
-    Raises ProgramError for dims that do not broadcast.
+    Raises ProgramError if x does not broadcast to the dims.
 
     Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
     """
@@ -334,11 +336,12 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    A sharded dim is gathered before it is joined. Kernels join pointwise operands; other ops compute theirs directly into the result.
+    A dim that is sharded along `axis` is gathered first. If an operand is the result of a pointwise op, the kernel writes it directly into
+    the result; so do most other ops.
 
-    Raises ProgramError for an empty list, or tensors that do not fit.
+    Raises ProgramError for an empty list, or if shapes or dtypes differ.
 
-    Example: `hw.concat([a, b], axis=0)` of `f32[M, K]` and `f32[N, K]` is `f32[(M + N), K]`.
+    Example: `hw.concat([a, b], axis=0)` with `a: f32[M, K]` and `b: f32[N, K]` gives `f32[(M + N), K]`.
     """
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ProgramError.here(f"concat: {tensors!r} is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)")
@@ -349,14 +352,14 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
 @checked
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
-    """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if that is None.
+    """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if `sources[i]` is None.
 
-    The dim has as many equal blocks as there are sources. If it is sharded over as many ranks, one block each, this is a collective
+    The dim is divided into as many equal blocks as there are sources. If it is sharded with one block per rank, this is a collective
     permute: each rank sends its block to at most one other rank.
 
-    Raises ProgramError if a block is named twice, or the blocks do not divide the dim.
+    Raises ProgramError if a block is named twice, or if the number of blocks does not divide the dim.
 
-    Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
+    Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
     places = tuple(NO_SOURCE if source is None else index(source) for source in sources)
     return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=places)
@@ -364,14 +367,14 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
 @checked
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
-    """Adds elements of `value` before and after each dim.
+    """Pads each dim with elements of `value`, before and after.
 
-    As in torch.nn.functional, `pad` is (before, after), in elements, of the last dim, then of the dim before it, and so on. A sharded dim
-    is gathered before it is padded. `mode` is "constant".
+    `pad` is as in torch.nn.functional: the numbers of elements (before, after) of the last dim, then of the second-to-last dim, and so on.
+    A sharded dim is gathered before it is padded. `mode` must be "constant".
 
-    Raises ProgramError for another mode, widths that do not fit, or a value that the dtype lacks.
+    Raises ProgramError for another mode, for widths that do not match the dims, or for a value that the dtype cannot represent.
 
-    Example: `hw.pad(x, (1, 2))` of `f32[M, N]` is `f32[M, (N + 3)]`.
+    Example: `hw.pad(x, (1, 2))` with `x: f32[M, N]` gives `f32[M, (N + 3)]`.
     """
     if mode != "constant":
         raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; build other modes from slices and hw.concat")
@@ -386,7 +389,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """Dims given one by one, or as one tuple or list."""
+    """Dims that are given as separate arguments, or as one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 
@@ -402,19 +405,20 @@ def _size_of(dim: SizeLike, kind: str) -> Size:
 
 @checked
 def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
-    """States the sharding of a tensor: the same dims, each with the mesh axes that split it. The compiler inserts the communication.
+    """States the sharding of a tensor. The dims are those of x, each with the mesh axes that split it. The compiler inserts the
+    communication.
 
     | from | to | communication |
     |---|---|---|
     | sharded | replicated | all-gather |
-    | sharded | another dim sharded | all-to-all |
+    | sharded along one dim | sharded along another | all-to-all |
     | partial | replicated | all-reduce |
     | partial | sharded | reduce-scatter |
     | replicated | sharded | none, a local slice |
 
     `mesh` moves the tensor to another mesh. The dims then name axes of that mesh.
 
-    Raises ProgramError for dims other than those of x, or axes that the mesh does not have.
+    Raises ProgramError if the dims are not those of x, or if the mesh lacks one of the axes.
 
     Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """

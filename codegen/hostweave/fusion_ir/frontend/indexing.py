@@ -1,4 +1,4 @@
-"""Indexing such as `x[2:5, ..., None, -1]`: lowers Python's basic slices to ops."""
+"""Lowers Python's basic indexing, such as `x[2:5, ..., None, -1]`, to ops."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # value of an unknown size
+LARGE = 720720 << 20  # stands for a symbolic size in comparisons
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
-    """Part of x that the keys select: slices with positive steps, ints, which drop their dim, `None` for a new dim, and `...`.
+    """Part of x that the keys select. Keys are slices with positive steps, ints (which drop their dim), `None` (which adds a dim) and
+    `...`.
 
-    A slice must stay inside its dim. If the size is symbolic, the program checks that in each call.
+    A slice must be within its dim. If the size is symbolic, each call of the program checks it.
 
-    Raises ProgramError for other keys, and for slices outside of a dim.
+    Raises ProgramError for other keys, and for slices that exceed a dim.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
@@ -37,7 +38,7 @@ def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
 
 
 def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]:
-    """Expands `...` and missing keys: one key per dim, and None for each new dim."""
+    """Expands `...` and missing keys, so that there is one key per dim, and None for each new dim."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
             raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
@@ -87,7 +88,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
-    least, most, size = map(_if_large, (start, stop, whole))  # large enough to compare bounds of one dim
+    least, most, size = map(_if_large, (start, stop, whole))  # a substituted value that is large enough to compare bounds
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"is out of range; stay between 0 and {whole}")
     if least >= most:
@@ -101,7 +102,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are large. The result may be a fraction, because divisibility is checked in each call."""
+    """Value of a size if all its symbols are large. It may be a fraction, because divisibility is checked only in calls."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):

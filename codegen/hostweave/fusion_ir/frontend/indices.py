@@ -1,4 +1,4 @@
-"""Indexing functions (gather, scatter, sort, cumulative sums), functions made of views, and losses."""
+"""Indexing functions (gather, scatter, sort, cumulative sums), functions that return views, and losses."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,16 +15,16 @@ from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
 
-_each, _some = all, any  # Python's own functions, whose names are redefined here
+_each, _some = all, any  # Python's built-in functions; their names are redefined below
 
 
 def _numbers(x: Tensor, axis: int) -> Tensor:
-    """Indices of a dim: 0, 1, 2, ..."""
+    """Indices 0, 1, 2, ... of a dim."""
     return hw.iota(x, axis, i64)
 
 
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
-    """Aligns indices so that their dims start at dim `axis` of `rank` dims."""
+    """Inserts dims of one element: the result has `rank` dims, and those of `ids` begin at dim `axis`."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
     return hw.expand_dims(ids, others) if others else ids
 
@@ -36,11 +36,11 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
 def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     """Elements of x at `indices` along a dim. In the result, the dims of `indices` replace that dim.
 
-    `indices` are ints from 0 to below the size of the dim, with any number of dims. `axis` may be omitted if x is a vector. On the CPU
-    target an index out of range, also a negative one, is an ExecutionError. GPUs take the nearest valid index. If the dim is sharded, each
-    rank takes its own elements and zeros elsewhere, which is a partial sum.
+    `indices` is a tensor of ints from 0 to the size of the dim minus 1, with any number of dims. `axis` may be omitted if x is a vector. If
+    an index is negative or too large, the CPU target raises ExecutionError, and GPUs use the nearest valid index. If the dim is sharded,
+    each rank reads the elements that it holds and zeros elsewhere; the result is a partial sum.
 
-    Raises ProgramError for other dtypes, or a missing axis.
+    Raises ProgramError for other dtypes, or if `axis` is missing.
 
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
@@ -58,9 +58,10 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
 @_called("gathered")
 def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
-    """Elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
+    """Elements of x at `indices` along a dim, one per element of `indices`. For 3 dims and `axis=1`: `y[i][j][k] =
+    x[i][indices[i][j][k]][k]`.
 
-    `indices` are ints, with the same number of dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded
+    `indices` is a tensor of ints with as many dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded
     dims.
 
     Raises ProgramError for other shapes.
@@ -74,7 +75,8 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
-    """Like `take_along_axis`, with torch's rule for shapes: other dims of x may be longer than those of `indices`; the rest is not read.
+    """Like `take_along_axis`, but with torch's rule for shapes: dims of x other than `axis` may be longer than those of `indices`. The
+    excess is not read.
 
     Symbolic sizes must be equal.
 
@@ -87,7 +89,7 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
 
 
 def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
-    """Cuts the dims of x other than `axis` to the sizes of `indices`."""
+    """Slices the dims of x, except `axis`, to the sizes of `indices`."""
     if x.ndim != indices.ndim:
         raise ProgramError.here(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
     pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
@@ -97,14 +99,14 @@ def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
 
 @_called("embedded")
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of a table [V, E] at `indices`, ints of any shape: [..., E], as in torch.nn.functional.
+    """Rows of a table [V, E], as in torch.nn.functional. `indices` is a tensor of ints of any shape; the result is [..., E].
 
-    If the vocabulary is sharded, `V@tp`, each rank looks up its own rows, which gives a partial sum, and nothing is gathered. See `take`
-    for indices out of range.
+    If the vocabulary is sharded, `V@tp`, each rank looks up the rows that it holds, and the result is a partial sum. Nothing is gathered.
+    See `take` for indices out of range.
 
-    Raises ProgramError for a weight that is no table.
+    Raises ProgramError if `weight` does not have two dims.
 
-    Example: `hw.embedding(ids, table)` of `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` is `bf16[B@dp, S, E]`.
+    Example: `hw.embedding(ids, table)` with `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` gives `bf16[B@dp, S, E]`.
     """
     if weight.ndim != 2:
         raise ProgramError.here(f"embedding: a weight of {weight.type} is not [V, E]; reshape it")
@@ -113,11 +115,11 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 
 @_called("one_hot")
 def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
-    """One-hot encoding: a new last dim of `num_classes` elements, which is 1 at the index and 0 elsewhere.
+    """One-hot encoding: adds a last dim of `num_classes` elements, which is 1 at the index and 0 elsewhere.
 
-    `indices` are ints. See `take` for those out of range.
+    `indices` is a tensor of ints. See `take` for indices out of range.
 
-    Raises ProgramError if `num_classes` is no size.
+    Raises ProgramError if `num_classes` is not a size.
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
@@ -132,11 +134,11 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
 @_called("scattered")
 def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """Writes elements of `source` to a copy of x at `indices` along a dim: `y[i][indices[i][j][k]][k] = source[i][j][k]`. The last one
-    wins.
+    """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
+    source[i][j][k]`. If indices repeat, the last element wins.
 
-    As in torch, but dims other than `axis` are equal in all three, or 1 in the indices, which then broadcast. `indices` are ints; see
-    `take` for those out of range. The dim may be sharded; that of the indices is gathered.
+    As in torch, except that dims other than `axis` must be equal in all three tensors. In `indices` they may also be 1, and then broadcast.
+    `indices` is a tensor of ints; see `take` for indices out of range. `axis` of x may be sharded; `axis` of the indices is gathered.
 
     Raises ProgramError for other shapes.
 
@@ -149,15 +151,16 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 
 @_called("added")
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """Adds elements of `source` to a copy of x at `indices` along a dim. Repeated indices add up. Shapes are those of `scatter`.
+    """Adds elements of `source` to a copy of x, at `indices` along a dim. Elements with equal indices are summed. Shapes are those of
+    `scatter`.
 
-    Terms are added in the order of the source, in the dtype of x. Results are reproducible, on GPUs too. The dim of x may
-    be sharded. If that of the indices is, ranks add up their own elements, which is a partial sum.
+    Sums are in the order of the source and in the dtype of x. So results are reproducible, on GPUs too. `axis` of x may be sharded. If
+    `axis` of the indices is sharded, each rank sums its elements, and the result is a partial sum.
 
     Raises ProgramError for other shapes.
 
-    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]`, `dy: f32[T@dp, E]` and `zeros
-    = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
+    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)` with `ids: i64[T@dp]`, `dy: f32[T@dp, E]` and
+    `zeros = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
     """
     number = dim_of(x, axis, "scatter_add")
     rows = _numbers(x, number)
@@ -166,19 +169,19 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
 
 # --- dynamic slices ----------------------------------------------------------------------------------------------------
 
-Starts = Sequence[Tensor | int]  # one for each dim
+Starts = Sequence[Tensor | int]  # one start per dim
 
 
 @_called("sliced")
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
-    """Slice of x with `sizes` elements, beginning at `starts`: an int or a tensor of one int for each dim.
+    """Slice of x with `sizes` elements per dim, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    As in jax.lax, starts are clamped so that the slice fits. A start is ignored if the whole dim is taken. If a dim that is cut is sharded,
-    each rank takes its own elements and zeros elsewhere, which is a partial sum.
+    As in jax.lax, starts are clamped so that the slice fits. If a slice covers a whole dim, its start is ignored. If a dim that is cut is
+    sharded, each rank reads the elements that it holds and zeros elsewhere; the result is a partial sum.
 
-    Raises ProgramError for starts or sizes that do not fit.
+    Raises ProgramError if starts or sizes do not match x.
 
-    Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
+    Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` with `cache: f32[S, D]` and `position: i32[]` gives `f32[1, D]`.
     """
     lengths = tuple(_size_of(size, "dynamic_slice") for size in sizes)
     for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice"):
@@ -189,16 +192,16 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 
 @_called("updated")
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
-    """Writes `update` to a copy of x, beginning at `starts`: an int or a tensor of one int for each dim.
+    """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    A start may vary along the dims before the first one that is cut: with starts of [B], each batch has its own. Starts are clamped as in
-    `dynamic_slice`. If x is donated or dead afterwards, only the elements of the update are written, in place. A dim that is cut may be
-    sharded: each rank writes its own elements, and needs the whole update along that dim.
+    A start may vary along the dims before the first dim that is cut: with starts of shape [B], each batch has a separate start. Starts are
+    clamped as in `dynamic_slice`. If x is donated or not used afterwards, the update is written in place, and nothing is copied. A dim that
+    is cut may be sharded: each rank writes the elements that it holds, and needs the whole update along that dim.
 
-    Raises ProgramError for an update or starts that do not fit.
+    Raises ProgramError if the update or the starts do not match x.
 
-    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`. With a
-    batch, `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions:
+    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` with `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`. With a
+    batch: `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` with `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions:
     i32[B]`.
     """
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
@@ -210,7 +213,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
 
 
 def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:
-    """Dims that are read or written partially, each with its start."""
+    """Dims that the slice does not cover completely, each with its start."""
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
@@ -223,7 +226,7 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Start of a slice with `length` elements: an i64 without dims, or with the first of the dims `before` it."""
+    """Start of a slice with `length` elements, as an i64 without dims, or with the first dims of `before`, the dims of x before the cut."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")
@@ -245,7 +248,7 @@ def _start(
 
 @checked
 def cumsum(x: Tensor, axis: Axis) -> Tensor:
-    """Cumulative sums along a dim, in the shape and dtype of x. Ints or floats, summed in f32 at least.
+    """Cumulative sums along a dim, in the shape and dtype of x. x has ints or floats. Small floats are summed in f32.
 
     A sharded dim is gathered first.
 
@@ -260,7 +263,7 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU a thread block sorts a row.
+    A sharded dim is gathered first. On a GPU, one thread block sorts each row.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
@@ -272,16 +275,16 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Place (i64) of each element in an order that `argsort` gives. It equals `argsort(order)`, and needs no sorting."""
+    """Inverse of a permutation that `argsort` returned: the position (i64) of each element in the sorted order. Equals `argsort(order)`,
+    without sorting."""
     return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
 
 
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
-    """Sorts elements by group. Each element of x is the number of its group, below `groups`, or `groups` if it has no group.
+    """Sorts elements by group. Each element of x is the number of its group, or `groups` if it has no group.
 
-    Returns an i32 tensor. Along the dim, which had N elements, it holds three lists: the end of each group; for each sorted place, the
-    index of the element there; for each element, its sorted place. Elements of a group keep their order. An element without a group has
-    place 0, and unused places have index 0.
+    Returns an i32 tensor. For N elements, the dim holds three lists: the end of each group; the element's index for each sorted position;
+    the sorted position of each element. The sort is stable. An element without a group has position 0, and unused positions have index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 
@@ -300,16 +303,17 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # elements that a GPU selects without sorting the rest: kSorted of sort.h
+_MOST_CHOSEN = 2048  # with at most so many, a GPU does not sort the rest: kSorted of sort.h
 
 
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest elements along a dim, and their indices (i64), the most extreme one first. The order is stable.
+    """The k largest or smallest elements along a dim, and their indices (i64), sorted from the most extreme one. Equal elements keep their
+    order.
 
     A NaN counts as the largest element. A sharded dim is gathered first.
 
-    Raises ProgramError for a k that the dim does not have.
+    Raises ProgramError if k is not from 1 to the size of the dim.
 
     Example: `x: f32[M, N]` gives `f32[M, 8]` and `i64[M, 8]` by `hw.top_k(x, 8)`.
     """
@@ -328,7 +332,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
 @_called("any")
 def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """True if any element is true, or not 0, over `axis` as in `max`. A NaN is not 0.
+    """True if any element over `axis` is true, or is not 0. `axis` is as in `max`. A NaN is not 0.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.any(x, axis=-1)`.
     """
@@ -337,7 +341,7 @@ def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool =
 
 @_called("all")
 def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """True if all elements are true, or not 0, over `axis` as in `max`. A NaN is not 0.
+    """True if all elements over `axis` are true, or are not 0. `axis` is as in `max`. A NaN is not 0.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.all(x, axis=-1)`.
     """
@@ -353,11 +357,11 @@ def _truth(x: Tensor) -> Tensor:
 
 @_called("stacked")
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Joins tensors of one type along a new dim at position `axis` of the result.
+    """Stacks tensors of the same type along a new dim, at position `axis` of the result.
 
-    Raises ProgramError for an empty list, or tensors that do not fit.
+    Raises ProgramError for an empty list, or if the types differ.
 
-    Example: `hw.stack([a, b])` of two `f32[M, N]` is `f32[2, M, N]`.
+    Example: `hw.stack([a, b])` with two `f32[M, N]` gives `f32[2, M, N]`.
     """
     if isinstance(tensors, Tensor) or not tensors or not _each(isinstance(tensor, Tensor) for tensor in tensors):
         raise ProgramError.here(f"stack: {tensors!r} is not a list of tensors of this fusion; write hw.stack([a, b])")
@@ -369,11 +373,12 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @checked
 def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
-    """Splits x along a dim, as in torch: into parts of `sections` elements, the last one maybe shorter, or of the lengths in a list.
+    """Splits x along a dim, as in torch. An int gives parts of `sections` elements, of which the last may be shorter. A list gives the
+    length of each part.
 
-    Parts are views.
+    The parts are views.
 
-    Raises ProgramError for a dim of symbolic size, or lengths that do not add up to it.
+    Raises ProgramError if the dim's size is symbolic, or if the lengths do not add up to it.
 
     Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
     """
@@ -398,7 +403,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
 @checked
 def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
-    """Removes the dims `axis`, which have one element. A view.
+    """Removes the dims `axis`, which must have one element. The result is a view.
 
     Raises ProgramError for other dims.
 
@@ -419,17 +424,17 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
 @_called("cross_entropy")
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """Cross entropy, as in torch.nn.functional: -log(softmax(logits)) at the target, in f32, or f64 for f64 logits.
+    """Cross entropy, as in torch.nn.functional: -log(softmax(logits)) at the target. It is computed in f32, or in f64 for f64 logits.
 
-    The logits are floats [..., V] and the target ints [...]. `reduction` is "mean", over targets other than `ignore_index`, "sum", or
-    "none". The last one has the shape of the target, with zeros at ignored targets.
+    The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
+    "none". With "none", the result has the shape of the target, and zeros at ignored targets.
 
-    If V is sharded, ranks all-reduce the largest logit of each row, then the sum and the target's logit together. No logits are gathered.
-    See `take` for targets out of range.
+    If V is sharded, there are two all-reduces: of the largest logit of each row, and then of the sum and the target's logit together. No
+    logits are gathered. See `take` for targets out of range.
 
-    Raises ProgramError for other shapes, or another reduction.
+    Raises ProgramError for other shapes, or an unknown reduction.
 
-    Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
+    Example: `hw.cross_entropy(logits, target)` with `logits: bf16[T, V@tp]` and `target: i64[T]` gives `f32[]`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ProgramError.here(f"cross_entropy: reduction={reduction!r} is not 'mean', 'sum' or 'none'")
@@ -441,7 +446,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # partial sums that one all_reduce reduces together
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # one all_reduce reduces both partial sums
     losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":

@@ -1,4 +1,4 @@
-"""Recording of ops in the trace of their tensors, for the functions of ops."""
+"""Records ops in the trace of their operands. The public functions of ops use this."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Made = TypeVar("Made")
 
 
 class Recorder(Protocol):
-    """A trace: it writes ops down."""
+    """A trace, which records ops."""
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names of the sizes that the inputs determine."""
+        """Names of the sizes that the inputs of the traced function determine."""
         ...
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor: ...
 
 
-being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)  # by the innermost function that runs
+being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)  # trace of the innermost function that is being traced
 
 
 class Unary(Protocol):
@@ -56,12 +56,12 @@ def record(
     written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
-    """Records one op and returns its result. `target` is the part of the result's type that the user states.
+    """Records one op and returns its result. `target` has those parts of the result type that the user stated.
 
-    An op without operands is recorded in the function of the tensor `beside`, or in the function being traced.
-    `callee` is the function of a call, and `user_kernel` the C++ of a kernel. `written` names an op without operands in errors.
+    An op without operands is recorded in the trace of the tensor `beside`, or in that of the function being traced. `callee` is the
+    function of a call, and `user_kernel` the C++ of a kernel. `written` is the name of an op without operands in errors.
 
-    Raises ProgramError if an operand is no tensor of this fusion, or operands do not fit.
+    Raises ProgramError if an operand is not a tensor of this fusion, or if the operands' types do not match.
     """
     location = Location.of_caller()
     for operand in operands:
@@ -85,7 +85,7 @@ def record(
 
 
 def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
-    """Calls `make`, and turns its ValueError into a ProgramError at the user's line."""
+    """Calls `make`, and converts its ValueError to a ProgramError at the user's line."""
     try:
         return make(given)
     except ValueError as error:
@@ -93,7 +93,7 @@ def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
 
 
 def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
-    """Number of the dim that `axis` names.
+    """Index of the dim that `axis` names.
 
     Raises ProgramError if there is no such dim.
     """
@@ -101,7 +101,7 @@ def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
 
 
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str) -> tuple[int, ...]:
-    """Sorted numbers of the dims that a reduction is over, by default all."""
+    """Sorted indices of the dims that `axis` names, by default all dims."""
     if not hasattr(x, "_trace"):
         raise ProgramError.here(f"{kind}: {x!r} is not a tensor of this fusion; make it an input")
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)

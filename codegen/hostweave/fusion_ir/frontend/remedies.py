@@ -1,4 +1,4 @@
-"""Remedies for functions of other libraries that a fusion does not have."""
+"""Remedies for names of other libraries' functions that hostweave does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ProgramError, nearest
 from hostweave.types.size import Size, product
 
-# Names in other libraries, with the equivalent here.
+# Names in other libraries, with the equivalent in hostweave.
 _OTHER_WORDS = {
     "view": "hw.reshape(x, ...)",
     "flatten": "hw.reshape(x, -1)",
@@ -66,12 +66,12 @@ def instead_of(name: str) -> str:
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
-    """Operator method that raises an error."""
+    """Method of an operator, which always raises an error."""
     return lambda size, other: size._refuse(sign, other, reverse)
 
 
 class SizeName(str):
-    """Text of a symbolic size. Arithmetic on it raises an error with the size as text."""
+    """Text of a symbolic size. Arithmetic on it raises an error, which gives the result as the text to write."""
 
     _extent: Size
 
@@ -86,7 +86,7 @@ class SizeName(str):
         raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
-        """Remedy: the size that was meant, as text."""
+        """Remedy: the intended size, as text."""
         operand = other._extent if isinstance(other, SizeName) else Size(other) if type(other) is int else None
         if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)

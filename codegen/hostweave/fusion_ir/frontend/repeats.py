@@ -1,4 +1,4 @@
-"""Finds calls of a function that repeat, and makes one repeat of them. Operands and results that differ between the calls become groups.
+"""Merges repeated calls of a function into one repeat. Operands and results that differ between the calls become parameter groups.
 
     fusion @f(%x: f32[M, K], %w_0: f32[K, K], %w_1: f32[K, K]) {
       %h: f32[M, K] = call @layer(%x, %w_0)
@@ -28,13 +28,13 @@ from hostweave.types.group import ParameterGroup
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
-LEAST = 2  # calls that repeat
+LEAST = 2  # fewest calls that become a repeat
 
-Column = tuple[str, ...]  # one operand of all calls of a run, or one result of them, in order
+Column = tuple[str, ...]  # in the order of the calls: the values of one operand, or of one result
 
 
 class _Unfit(Exception):
-    """A run of calls or a group of inputs that cannot be merged. Records attempts that failed, so that they are not repeated."""
+    """A run of calls or a column of inputs that cannot be merged. The caller records it in `unfit`, so that it is not attempted again."""
 
     def __init__(self, what: object):
         self.what = what
@@ -42,15 +42,15 @@ class _Unfit(Exception):
 
 @dataclass(eq=False)
 class _Run:
-    """Calls of a function, one after another, and the role of each operand."""
+    """Consecutive calls of one function, and the role of each operand."""
 
     function: Fusion
     calls: tuple[Op, ...]
-    results: tuple[Column, ...]  # one column per result; "" if nothing uses it
-    carried: dict[int, int] = field(default_factory=dict)  # operand -> the result of the call before
-    each: dict[int, Column] = field(default_factory=dict)  # operand -> in the order of the tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> the stack or group of which each call takes the previous tensor
-    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards to one type that replace it
+    results: tuple[Column, ...]  # one column per result; "" for a result that is not used
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the result of the previous call that it is
+    each: dict[int, Column] = field(default_factory=dict)  # operand -> its values, in the order of the group's tensors
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group; each call reads the tensor before its own
+    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards that replace it, all to one type
     backward: bool = False
 
     @property
@@ -62,31 +62,31 @@ class _Run:
         return tuple(zip(*(call.tensors for call in self.calls), strict=True))
 
     def in_order(self, column: Column) -> Column:
-        """A column in the order of the tensors."""
+        """A column of calls in the order of the group's tensors."""
         return column[::-1] if self.backward else column
 
     def taken(self, operand: int) -> int:
-        """Number of the result that collects the tensors of one operand of all calls."""
+        """Index of the repeat's result that stacks the values of an operand."""
         return len(self.results) + operand
 
     def given(self, result: int) -> int:
-        """Number of the result that collects one result of all calls."""
+        """Index of the repeat's result that stacks the values of a result."""
         is_carried = result in self.carried.values()
         return len(self.results) + len(self.columns) + result if is_carried else result
 
     def operand_of(self, result: int) -> int:
-        """The operand of the next call for a carried result."""
+        """The operand of the next call that a carried result becomes."""
         return next(operand for operand, carried in self.carried.items() if carried == result)
 
     @property
     def stacks(self) -> dict[Column, int]:
-        """Columns of results that later calls read one after another -> the number of the result that holds them."""
+        """Columns of values that a later run may iterate over -> index of the repeat's result that stacks them."""
         taken = {self.in_order(self.columns[at]): self.taken(at) for at in self.carried}
         return taken | {self.in_order(self.results[at]): self.given(at) for at in (*self.carried.values(), *range(len(self.results)))}
 
 
 def _counts_up(column: Column) -> bool:
-    """True if the names of a column differ in one number, which counts up by one."""
+    """True if the names of a column differ in one number, which increases by one."""
     return ParameterGroup(column[0], column[-1], "").names == column
 
 
@@ -104,7 +104,7 @@ def repeat_calls(fusion: Fusion) -> Fusion:
 
 class _Repeats:
     def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool]):
-        """`groups` keeps for each column of inputs if its names and types are those of a group. Every attempt fills it further."""
+        """`groups` caches which columns of inputs can be parameter groups. All attempts share it."""
         self.fusion, self.unfit, self.groups = fusion, unfit, groups
         self.values = fusion.values()
         self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
@@ -118,7 +118,7 @@ class _Repeats:
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
         self.stacks: dict[Column, tuple[_Run, int]] = {}
         self.runs: list[_Run] = []
-        self.result_of: dict[tuple[str, int], str] = {  # call and number -> the name of that result
+        self.result_of: dict[tuple[str, int], str] = {  # (call, index) -> name of that result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
         }
         self.find()
@@ -134,11 +134,11 @@ class _Repeats:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # A model may return the carried values of all layers but the last.
+                # A model may return the carried values of all layers except the last, so shorter runs are tried too.
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
-                    run = None  # equal calls, which become one
+                    run = None  # equal calls are merged into one call elsewhere
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}
@@ -147,7 +147,8 @@ class _Repeats:
                 begin += len(run.calls) if run else 1
 
     def most_alike(self, calls: Sequence[Op]) -> int:
-        """Number of first calls whose operands have one role: carried by one result, shared, or a different tensor for each call."""
+        """Length of the longest prefix of calls in which each operand keeps its role: carried from one result, shared, or different in each
+        call."""
         in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
@@ -164,12 +165,12 @@ class _Repeats:
         return len(calls)
 
     def results_of(self, call: Op) -> list[str]:
-        """Names of the results of a call; "" if nothing uses it."""
+        """Names of the results of a call, with "" for a result that is not used."""
         assert call.callee is not None
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> _Run | None:
-        """The calls as one run; None if the calls do not repeat."""
+        """A run of these calls, or None if the calls do not form a repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
@@ -196,7 +197,7 @@ class _Repeats:
         return None
 
     def placed(self, run: _Run, at: int) -> tuple[Column, TensorType] | None:
-        """Reshards to one type that are the only uses of a result of the calls. The function can do them itself."""
+        """If the only uses of a result are reshards to one type: their results, and the type. The function can then do the reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -205,8 +206,8 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group whose tensors a column holds one call late: first another value, then all tensors except the last. () if there
-        is none."""
+        """The stack or group that a column reads one call late: a different first value, then all tensors except the last. () if there is
+        none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -217,7 +218,7 @@ class _Repeats:
         return ()
 
     def is_group(self, column: Column) -> bool:
-        """True if these inputs can be a group: their names count up, and they are of one type."""
+        """True if these inputs can form a parameter group: their names count up, and their types are equal."""
         if column not in self.groups:
             are_inputs = all(name in self.inputs for name in column)
             self.groups[column] = (
@@ -228,9 +229,9 @@ class _Repeats:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order. Where operands of successive calls are adjacent, all of them become one entry: the columns that they belong to.
+        """Inputs in order. Adjacent inputs that form interleaved columns become one entry, the tuple of these columns.
 
-        Raises _Unfit if the inputs do not hold a column in this order.
+        Raises _Unfit if a required column is not contiguous in the inputs.
         """
         wanted = {column for run in self.runs for column in (*run.each.values(), *run.lagged.values()) if column not in self.stacks}
         counts = Counter(name for column in wanted for name in column)
@@ -255,7 +256,7 @@ class _Repeats:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: set[Column]) -> tuple[Column, ...] | None:
-        """Columns of equal length that are interleaved from here on, at least one of which is wanted; None if there are none."""
+        """Interleaved columns of equal length that begin at index `begin`, at least one of which is in `wanted`. None if there are none."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -270,7 +271,8 @@ class _Repeats:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Results of successive calls that the program returns: the run, the result of its calls, and its stated type."""
+        """Columns of results that the program returns. Each has its run, the index of the calls' result, and the type to which the result
+        is resharded or None."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
@@ -287,14 +289,14 @@ class _Repeats:
         return found
 
     def is_kept_otherwise(self, run: _Run, at: int) -> bool:
-        """True if the carried value is updated in place, or if other runs use all of its tensors that the calls use."""
+        """True if the carried value is updated in place, or if other runs use all values of its operand."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs of the program that return this value, or a returned reshard of it."""
+        """Outputs of the program that are this value, or a reshard of it."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]
@@ -310,13 +312,13 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # a value -> the tensor of a group or stack that it is
+        self.element: dict[str, tuple[str, int]] = {}  # value -> (group or stack, index) of which it is a tensor
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
-        self.same: dict[str, str] = {}  # a value -> the value in its place
+        self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
 
     def depth(self, calls: int) -> Size:
-        """The depth of a repeat: a named size if some group has as many tensors as there are calls, otherwise an int."""
+        """Number of calls of a repeat: a symbolic size if some group has that many tensors, otherwise an int."""
         if calls not in self.in_groups:
             return Size(calls)
         if calls not in self.sizes:
@@ -332,7 +334,7 @@ class _Rewriting:
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
-        """A value for each column of inputs that successive calls take."""
+        """One value per column of inputs: a parameter group. The columns form one struct."""
         runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:
@@ -348,7 +350,7 @@ class _Rewriting:
         return self.name_of[column]
 
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[ParameterGroup | None, ...]]:
-        """Outputs of the program, the input that each is donated, and the names of groups."""
+        """Outputs of the program, the donated input of each output, and the parameter group of each output."""
         old = list(self.before.outputs)
         donated = dict(zip(old, self.before.donated or ("",) * len(old), strict=True))
         outputs: list[tuple[str, str, ParameterGroup | None]] = []
@@ -403,7 +405,7 @@ class _Rewriting:
     # --- ops ---
 
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-        """The ops with each run replaced by a repeat, in the original order as far as operands allow."""
+        """The ops, with each run replaced by a repeat. Keeps the original order where the operands allow it."""
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
@@ -432,7 +434,7 @@ class _Rewriting:
         return eliminate_dead_code(ops, outputs)
 
     def place(self, run: _Run, outputs: tuple[str, ...]) -> None:
-        """Names the results of a repeat, and maps each result of its calls to its replacement."""
+        """Names the results of a repeat, and maps each result of the calls to its replacement."""
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}
@@ -451,7 +453,7 @@ class _Rewriting:
                 self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
     def stack(self, run: _Run, column: Column, at: int, elements: Column) -> None:
-        """Names a stack, and maps each of these values to one of its tensors."""
+        """Names a stack, and maps each value of `elements` to a tensor of the stack."""
         returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
             names = [*run.function.outputs, *(f"{value.name}_taken" for value in run.function.inputs), *run.function.outputs]
@@ -461,7 +463,7 @@ class _Rewriting:
                 self.element[name] = self.name_of[column], number
 
     def repeat(self, run: _Run) -> list[Op]:
-        """The repeat, and all results that it may have besides the first."""
+        """The repeat, followed by an `output` op for each further result."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
         whole = run.each | run.lagged
         firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)
@@ -504,5 +506,5 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        number = number if number < count / 2 else number - count  # counted from the nearer end, which exists at any depth
+        number = number if number < count / 2 else number - count  # counted from the nearer end, so that it does not depend on the depth
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

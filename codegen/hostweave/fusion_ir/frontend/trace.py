@@ -1,4 +1,4 @@
-"""Symbolic tensors: values of a traced function, which record every op."""
+"""Symbolic tensors, and the trace in which they record every op."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f64
 
-# text in the op table -> op, as `a + b` -> add
+# (text in the op table, True for bitwise) -> op: `a + b` -> add
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}
 
 
 def _kind(written: str, dtype: DType) -> str:
-    """Op of an operator for tensors of this dtype. `&` is bitwise for ints and logical for bools."""
+    """Op of an operator for a tensor of this dtype. `&` is bitwise for ints and logical for bools."""
     is_of_bits = dtype.kind in INTS
     return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
-    """Method of a unary operator, given its text in the op table."""
+    """Method of a unary operator. `written` is its text in the op table."""
     return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Methods of a binary operator, for a tensor on its left and for one only on its right."""
+    """Methods of a binary operator, for a tensor on the left and for a tensor that is only on the right."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -54,8 +54,8 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
 
-    It supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. Everything else is
-    a function of `hw`.
+    It supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other
+    operations are functions of `hw`.
     """
 
     __hash__ = object.__hash__
@@ -63,7 +63,7 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
-        self._variable: str | None = None  # the user's variable to which it was bound
+        self._variable: str | None = None  # the user's variable to which the tensor was assigned
         self._word: str | None = None  # word of the composite function that produced it
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def type(self) -> TensorType:
-        """Type: dtype, global dims, and the sharding if it is stated."""
+        """Type: dtype and global dims, and the sharding if the user stated it."""
         return self._value.type
 
     @property
@@ -93,7 +93,7 @@ class Tensor:
     def named(self, name: str) -> Tensor:
         """Names the value in both IRs and in generated code. Returns the tensor.
 
-        Raises ProgramError for an input, or if another value has the name.
+        Raises ProgramError if the tensor is an input, or if another value has the name.
 
         Example: `h = hw.relu(x @ w).named("h")`.
         """
@@ -108,18 +108,19 @@ class Tensor:
 
     @checked
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
-        """Computes this value in a loop of the host program over `dim`, on several CUDA streams. Returns the tensor.
+        """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
 
         - `chunks` is the number of iterations. Without it, each index is an iteration.
         - `chunking` is `by_shard` (a chunk is one rank's shard) or `across_shards` (a slice of every shard).
-        - `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or all_gather.
+        - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put, broadcast, reduce or all_gather.
 
-        The compiler chooses omitted values. Schedules by shard are those of ring collectives (Patarasuk and Yuan, 2009). If the chunks do
-        not divide the rows of a shard, the last chunk is smaller.
+        The compiler chooses arguments that are omitted. In loops by shard, ranks exchange shards in the order of ring collectives
+        (Patarasuk and Yuan, 2009). If the number of chunks does not divide the rows of a shard, the last chunk is smaller.
 
-        Raises ProgramError for an input, or a dim that the op needs completely.
+        Raises ProgramError if the tensor is an input, or if its op needs all of the dim at once.
 
-        Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, overlapped with the matmuls.
+        Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
+        matmuls.
         """
         if self._op is None:
             raise ProgramError.here(f"stream: %{self._name} is an input; stream a value computed from it, or hw.copy({self._name})")
@@ -149,7 +150,7 @@ class Tensor:
     def T(self) -> Tensor:
         """Transpose of a matrix, a view: [M, N] becomes [N, M].
 
-        Raises ProgramError for another number of dims.
+        Raises ProgramError if the tensor does not have two dims.
         """
         if self.ndim != 2:
             raise ProgramError.here(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)")
@@ -249,9 +250,9 @@ class Tensor:
 
 
 class _Trace:
-    """Values of one function so far, by number. Operands of ops are numbers until names are final.
+    """Values of one function that is being traced. Until names are final, values are named by consecutive numbers.
 
-    `functions` are the fusion's functions by their source, None while one is being traced. `sources` are its user kernels by name.
+    `functions` maps the fusion's functions to their traces, or to None during tracing. `sources` are its user kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -260,7 +261,7 @@ class _Trace:
         self.functions = {} if functions is None else functions
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # tensors that the user named
-        self.frames: dict[FrameType, int] = {}  # frames of the user's functions -> number of tensors when the frame was first seen
+        self.frames: dict[FrameType, int] = {}  # user's frame -> number of values when the frame was first seen
         self.types: dict[str, TensorType] = {}
         self.is_traced = False
 
@@ -279,9 +280,9 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op of these operands. `known` are the tensors among the operands, and other tensors of the function.
+        """Adds an op with these operands. `known` contains the tensors among the operands, and possibly another tensor of the trace.
 
-        Raises ProgramError if the tensors belong to other fusions, or do not fit.
+        Raises ProgramError if the tensors belong to other fusions, or if their types do not match.
         """
         kind, location = op.kind, op.location
         assert location is not None
@@ -307,18 +308,18 @@ class _Trace:
 
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Tensor]) -> Any:
         """Calls the user's function, and names tensors after its variables."""
-        linecache.checkcache()  # a file may have changed since an earlier trace read its lines
+        linecache.checkcache()  # a file may have changed since an earlier trace read it
         outer = being_traced.set(self)
         try:
             returned = function(**arguments)
         finally:
             being_traced.reset(outer)
         self.take_variables()
-        self.frames.clear()  # frames keep all variables alive
+        self.frames.clear()  # frames keep all their variables alive
         return returned
 
     def look_at_variables(self) -> None:
-        """Names tensors after the user's variables in all functions that are running."""
+        """Names tensors after the user's variables, in all active functions of the user."""
         frames, frame = list[FrameType](), sys._getframe(1)
         while frame.f_back is not None and frame.f_code is not self.call.__code__:
             frames += [] if is_of_package(frame) else [frame]
@@ -328,9 +329,10 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after variables in the functions that made them. Tensors that existed before are arguments and keep their names.
+        """Names tensors after the variables of the function that made them. Tensors that existed before a frame are its arguments, and are
+        not renamed.
 
-        A frame that is still referenced keeps its variables after its function has returned. Outer frames are visited first.
+        The recorded frame of a function that has returned still has its variables. Outer frames are visited first.
         """
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
@@ -340,7 +342,7 @@ class _Trace:
                     value._variable = word
 
     def source(self, source: UserKernel) -> UserKernel:
-        """The kernel under a unique name."""
+        """The user kernel, under a unique name."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
         named = (replace(source, name=name) for name in names)
         return next(one for one in named if self.sources.setdefault(one.name, one) == one)
@@ -353,7 +355,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Converts a Python number to the dtype of the tensors next to it."""
+    """Converts a Python number to an int or a float, as the dtype of the tensor operands requires."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):
@@ -362,9 +364,9 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """A type in a program on mesh `program`, whose own mesh is omitted.
+    """Resolves the mesh of a type in a program on mesh `program`. The program's own mesh becomes None.
 
-    Raises ProgramError if the type's mesh is not part of the program's.
+    Raises ProgramError if the type's mesh is not part of the program's mesh.
     """
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:

@@ -1,4 +1,4 @@
-"""Tracing: calls a function once with symbolic tensors, and keeps the ops that lead to its results."""
+"""Tracing: calls a function once with symbolic tensors, and keeps the ops on which its results depend."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from hostweave.types.tensor import DTYPES, TensorType
 
 @checked
 def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
-    """Traces the decorated function into a Fusion, which `hw.compile` compiles.
+    """Decorator that traces a function into a Fusion, which `hw.compile` compiles.
 
     - `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A parameter `**weights` receives the
-      inputs that the function does not name.
-    - `mesh` has the ranks. Without it there is one device.
-    - `donate` names inputs whose memory a result takes. After a call, the caller's array holds that result. The result must have the
-      input's dtype and shape, must be computed from it, and gets its sharding. If no result has that shape, one with the dims in another
-      order is taken. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
+      inputs that are not named parameters.
+    - `mesh` is the mesh of ranks. Without it, the program runs on one device.
+    - `donate` names inputs whose memory a result reuses. After a call, the caller's array holds that result. The result must have the
+      input's dtype and shape, must be computed from it, and gets its sharding. If no result has that shape, a result with the dims in
+      another order is chosen. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
 
-    The function is traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
+    The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
 
-    Raises ProgramError, with the location in the function, for operands that do not fit and for inputs that cannot be donated.
+    Raises ProgramError, with the location in the function, if types of operands do not match or an input cannot be donated.
 
     Example:
 
@@ -63,9 +63,9 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
 def traced(
     function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
 ) -> Fusion:
-    """Traces a function. `word` names its kind in errors: fusion or function.
+    """Traces a function. `word` is "fusion" or "function", for errors.
 
-    Raises ProgramError if its parameters, results or donated inputs do not fit.
+    Raises ProgramError if the parameters, results or donated inputs are not valid.
     """
     name = name_of(function) or "program"
     arguments = {}
@@ -96,7 +96,7 @@ def traced(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Name of the function in generated code, also through partial. "" for lambdas and objects."""
+    """Name of the function in generated code; functools.partial is unwrapped. "" for lambdas and objects."""
     name = str(getattr(getattr(function, "func", function), "__name__", ""))
     return name if name.isidentifier() and name.isascii() else ""
 
@@ -104,7 +104,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
     """Names of the inputs in order: the function's parameters, then the keyword arguments of its `**weights`, in the given order.
 
-    A parameter with a default and no type is no input; the function uses the default.
+    A parameter that has a default and no type is not an input; the function uses the default.
     """
     here = f"{word} @{name_of(function) or 'program'}"
     try:
@@ -137,7 +137,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Makes each result the result of a separate op: returned inputs and repeated results are copied."""
+    """Makes each result the result of a separate op, by copying returned inputs and repeated results."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -146,7 +146,7 @@ def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
-    """Ops that lead to the outputs, under their final names."""
+    """The fusion of all ops on which the outputs depend, with final names."""
     needed = {tensor._value.name for tensor in outputs}
     for number, tensor in reversed(trace.tensors.items()):
         if number in needed and tensor._op:
@@ -168,13 +168,13 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 @checked
 def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
-    """Decorates a function that is traced and compiled once and called any number of times, such as a layer of a model.
+    """Decorator for a function that is traced and compiled once and called any number of times, such as a layer of a model.
 
-    `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and sizes are those of the calling fusion. An argument
-    of another sharding is resharded at the call. `donate` names parameters that the function updates in place, as for `hw.fusion`. An
-    argument that is used after the call is copied first.
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
+    argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`.
+    If an argument is used after the call, it is copied first.
 
-    Raises ProgramError if the function has no name or parameters, or types are missing.
+    Raises ProgramError if the function has no name or no parameters, or if the type of a parameter is missing.
 
     Example:
 
@@ -189,9 +189,9 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
 
 class Function:
-    """A function of tensors that fusions and other functions can call. Made by `hw.block`.
+    """A function of tensors that fusions and other functions can call. `hw.block` creates it.
 
-    It is traced once for each fusion that calls it, and becomes one function of the generated program.
+    Each fusion that calls it traces it once. It becomes one function of the generated program.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
@@ -212,7 +212,7 @@ class Function:
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
         """Calls the function. Returns a tensor, or a tuple of tensors.
 
-        An argument of another sharding is resharded.
+        If an argument has another sharding, it is resharded.
 
         Raises ProgramError if sizes or dtypes differ from the declared ones.
         """

@@ -1,4 +1,4 @@
-"""Table of ops of the fusion IR, collected from the modules of this package, and queries on it."""
+"""Table of the fusion IR's ops, collected from the modules of this package, and functions that look up facts in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,9 +30,9 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Types of all operands. A number has no dims and the dtype of the last tensor.
+    """Types of all operands. A Python number has no dims, and the dtype of the last tensor operand.
 
-    Raises ProgramError if there is no tensor, or a number does not fit the dtype.
+    Raises ProgramError if no operand is a tensor, or if a number does not fit the dtype.
     """
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
@@ -49,19 +49,19 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """True if a Python number can have this dtype. A float needs a float dtype; an int must be in range."""
+    """True if the dtype can represent a Python number. A float needs a float dtype, a bool needs bool, and an int must be in range."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":
-        return isinstance(number, float) or abs(number) < 1 << 1023  # representable as a float
+        return isinstance(number, float) or abs(number) < 1 << 1023  # an int that a float can represent
     bits = 8 * dtype.itemsize - (dtype.kind == "int")
     return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
 
 
 def infer_type(op: Op, operands: Types) -> TensorType:
-    """Unsharded type of the result, on the mesh of the operands.
+    """Type of the result, without sharding, on the mesh of the operands.
 
-    Raises ProgramError at the op's location if operands do not fit.
+    Raises ProgramError at the op's location if the operands are not valid.
     """
     try:
         return replace(OPS[op.kind].infer(operands, op), mesh=_common_mesh(op, operands))
@@ -70,8 +70,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of an op's result. A reshard to another mesh states the mesh, and so does a function. The result of any other op is on the mesh
-    of its operands."""
+    """Mesh of an op's result. Reshards to another mesh and functions state it. Other results are on the mesh of the operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
@@ -93,7 +92,7 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
 
 
 def communicates(op: Op) -> bool:
-    """True if an op moves data between ranks, or calls a function that does."""
+    """True if an op moves data between ranks, or calls a function that does so."""
     if op.callee:
         return any(map(communicates, op.callee.all_ops))
     return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
@@ -105,7 +104,7 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """Reason why no loop can iterate over a dim of the result, as a verb such as "reduced". "" if one can."""
+    """Reason why a chunk loop cannot iterate over a dim of the result, as a participle such as "reduced". "" if it can."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

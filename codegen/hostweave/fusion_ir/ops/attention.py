@@ -1,15 +1,16 @@
-"""Scaled dot-product attention: its result, and its log-sum-exps.
+"""Scaled dot-product attention, its log-sum-exps, and its gradients.
 
-Two ops of the same queries, keys and attributes become one instruction. The matrix of scores is never in memory. Optional operands follow
-the required ones:
+If `attention` and `attention_lse` have the same operands and attributes, they are lowered to one instruction. The matrix of scores is never
+materialised. Optional operands follow the required ones:
 
-- lengths, if not all keys are valid;
-- with `bias`, the bias of the scores;
-- with `packed`, the offsets of packed sequences: the start of each, and the end of the last. A row sees only keys of its sequence.
+- lengths, the number of valid keys per batch;
+- the bias of the scores, if the attribute `bias` is set;
+- the offsets of packed sequences, if the attribute `packed` is set: the start of each sequence, and the end of the last one. A row sees
+  only keys of its sequence.
 
-With `blocks` the keys are cut into that many blocks, the last of which may be short or empty. Each block has a result; the blocks are the
-first dim, which is sharded like the keys. Lengths are then lengths of the blocks. A row that sees no key of a block has zeros and -inf in
-its result.
+With the attribute `blocks`, the keys are cut into that many blocks, and each block has a separate result. The last block may be short or
+empty. The first dim of the result is the block; it is sharded like the keys. Lengths then count the valid keys of each block. A row that
+sees no key of a block has zeros and -inf in the block's result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
 LEAST_SCORE = -1e30  # lower bound of a row's largest score, if that is not -inf
-TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corner of the scores at which the diagonal of a causal mask begins, or ends
+# the diagonal of a causal mask begins in the first corner of the scores, or ends in the last
+TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
 BIAS_GRADIENT = GRADIENTS[3]
@@ -36,7 +38,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Entries of `operands` for `lengths`, `bias` and `offsets`. `operands` has one entry per operand of the op, of any type."""
+    """The entries of `operands` that belong to lengths, bias and offsets. `operands` has one entry per operand of the op, of any type."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -47,7 +49,7 @@ def _attention(types: Types, op: Op) -> TensorType:
 
 
 def _rows(types: Types, op: Op) -> TensorType:
-    """Type with one element for each row of the queries."""
+    """Type of the log-sum-exps: one element per row of the queries."""
     count, masks = COUNTS[op.kind], masks_of(op, types)
     if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
         more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
@@ -89,7 +91,7 @@ def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, Tenso
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
-    """The dim of the blocks, or nothing."""
+    """The dim of key blocks, as a tuple of one size. Empty if there are no blocks."""
     count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
     if count < 0:
         raise Mismatch(f"blocks={count} is not a number of blocks of keys; write 1 or more, or leave it out")
@@ -125,10 +127,10 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Batch, heads, rows of the queries, and the last dim of the values are free. A rank has all keys, or one block of them.
+    """Dims that ranks can split: batch, heads, rows of the queries, and the last dim of the values. Keys can be split only into blocks.
 
-    A head of the keys serves several heads of the queries. Only blocks can be loop dims: rows have positions in a mask, and heads have
-    groups. With packed sequences, a rank has all rows.
+    Only the blocks can be a loop dim: a mask depends on the positions of rows, and several query heads share a key head. With packed
+    sequences, rows cannot be split.
     """
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
@@ -153,10 +155,10 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks of the scores: a row sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
+    """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
 
-    With `from_end`, the diagonal counts from the length or from the last column. With `reversed`, rows are `reversed` blocks in reverse
-    order.
+    With `from_end`, the diagonal is relative to the length, or to the number of columns. With `reversed`, the rows are that many blocks in
+    reverse order.
     """
 
     diagonal: int | None = None
@@ -169,7 +171,7 @@ class Masks:
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
-    """NumPy reference of attention: the result and the log-sum-exps. A row that sees no column has zeros."""
+    """NumPy reference of attention: the result and the log-sum-exps. A row that sees no column has zeros and -inf."""
     q, k, v = operands
     k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if 0 < x.shape[-3] < q.shape[-3] else x for x in (k, v))
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
@@ -190,7 +192,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
         distance = rows + masks.diagonal + (ends if masks.from_end else 0) - columns
         hidden = hidden | (distance < 0) | ((distance >= masks.window) if masks.window else False)
     if masks.offsets is not None:
-        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # number of sequences that have begun at each token
+        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # for each token, the number of sequences that have begun
         in_one = (begun > 0) & (begun < masks.offsets.shape[-1])
         apart = (begun[..., :, None] != begun[..., None, :]) | ~in_one[..., None, :]
         hidden = hidden | apart[..., None, :, :]
@@ -198,7 +200,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """NumPy function for an op: adapts `compute`, a function of operands and masks, and selects one of its results."""
+    """Makes the NumPy function of an op. `compute` takes operands and masks; the op's result is the one at `index`."""
 
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
@@ -233,7 +235,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
 
 
 def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, ...]:
-    """NumPy reference of the backward pass: gradients of queries, keys, values, and of a bias."""
+    """NumPy reference of the backward pass: gradients of queries, keys and values, and of the bias if there is one."""
     q, k, v, output, given, lse = operands
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
@@ -252,7 +254,7 @@ def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Mask
 
 
 def _summed_like(np: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """Sums a broadcast array to a shape."""
+    """Sums a broadcast array back to `shape`."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.sum(x, axis=tuple(dim for dim, size in enumerate(shape) if size == 1), keepdims=True)
 
@@ -270,10 +272,10 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Like the map of attention. Gradients of keys and values are sums over rows and over the heads of a group, which a rank has
-    completely.
+    """Index map of gradients, similar to that of attention. Gradients of keys and values are sums over rows, and over the query heads that
+    share a key head; all of these heads are on one rank.
 
-    The gradient of a bias is a sum over dims that the bias lacks or has with size 1.
+    The gradient of a bias is summed over dims that the bias lacks or that have size 1.
     """
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
@@ -285,12 +287,12 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-KERNEL_HEADS = (64, 128, 256)  # head sizes for which kernels of this package are compiled, each for all smaller ones
+KERNEL_HEADS = (64, 128, 256)  # head sizes for which this package compiles kernels; a smaller head uses the next larger kernel
 MAX_HEAD = KERNEL_HEADS[-1]
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
-    """Reason why attention is composed of several ops, with the scores in memory. "" if it is one op."""
+    """Reason why attention must be composed of several ops, with the scores in memory. "" if it can be one op."""
     if query.dtype.name not in DTYPES:
         return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
@@ -304,7 +306,8 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """True if CUDA may need kernels of this package, for cases that cuDNN lacks. Symbolic sizes may turn out to be such a case."""
+    """True if CUDA may need kernels of this package, for cases that cuDNN does not support. True if symbolic sizes may lead to such a
+    case."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
     at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
@@ -312,7 +315,7 @@ def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType)
     in_the_middle = has_lengths and not sees_all and bool(rows.axes)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
     packs = query.shape[-1] == value.shape[-1] and _is_packed_head(int(query.shape[-1]))
-    # for other head counts it depends on the layout
+    # for other head counts, the memory layout decides
     packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
@@ -324,7 +327,7 @@ def _is_packed_head(size: int) -> bool:
 
 
 def kernels_for(dtype: DType, head: int) -> str:
-    """Name of the kernel library for heads of up to `head` elements."""
+    """Name of the kernel library for a head size."""
     return f"{dtype}_{next(most for most in KERNEL_HEADS if head <= most)}"
 
 
@@ -335,7 +338,7 @@ _IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 _SCORES = ((0, -1),)
 for _index, (_kind, _typed) in enumerate((("attention", _attention), ("attention_lse", _rows))):
     OPS[_kind] = OpDef(None, _typed, _map, _numpy(attended, _kind, _index), _IN_BLOCKS, scores_add_up=_SCORES, whole=_WHOLE)
-_ROWS, _HEAD = (0, -2), (2, -1)  # dims that gradients sum over: the values' last dim, and the rows
+_ROWS, _HEAD = (0, -2), (2, -1)  # (operand, dim) pairs that gradients sum over: the rows, and the last dim of the values
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,), (_HEAD,))):
     OPS[GRADIENTS[_index]] = OpDef(
         None,

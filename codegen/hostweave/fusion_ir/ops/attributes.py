@@ -1,4 +1,4 @@
-"""Attributes of ops, with their name in the text and their type. To a type checker `op[AXIS]` is an int."""
+"""Attributes of ops: name in the text, and type. For type checkers, `op[AXIS]` is an int."""
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
 from hostweave.types.blocks import Transfer
@@ -14,22 +14,22 @@ GROUPS = Attribute("groups", int, 0)
 CONTRACTED = Attribute("contracted", int, 1)
 START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
-OFFSET = Attribute("offset", Size, Size(0))  # first number of an iota
-COUNT = Attribute("count", Size, Size(0))  # divisor of a mean; 0: the number of elements
-DEPTH = Attribute("depth", Size, Size(0))  # number of calls of a repeat, and of the tensors that it gives; 0: one tensor
+OFFSET = Attribute("offset", Size, Size(0))  # first element of an iota
+COUNT = Attribute("count", Size, Size(0))  # divisor of a mean; 0: the number of reduced elements
+DEPTH = Attribute("depth", Size, Size(0))  # number of calls of a repeat, and of tensors in a stacked result; 0: the result is one tensor
 _NONE: tuple[int, ...] = ()
-EACH = Attribute[tuple[int, ...]]("each", tuple, _NONE)  # operands of which each call takes the next tensor
+EACH = Attribute[tuple[int, ...]]("each", tuple, _NONE)  # operands that are a different tensor of a stack or group in each call
 CARRIED, RETURNED = Attribute[tuple[int, ...]]("carried", tuple, _NONE), Attribute[tuple[int, ...]]("returned", tuple, _NONE)
-LAGGED = Attribute[tuple[int, ...]]("lagged", tuple, _NONE)  # operands of which each call takes the previous tensor
-BACKWARD = Attribute("backward", bool, False)  # the first call takes the last tensors
-VALUE = Attribute("value", float, 0.0)  # an int for integer dtypes, since floats cannot represent all of them
+LAGGED = Attribute[tuple[int, ...]]("lagged", tuple, _NONE)  # operands that are the previous call's tensor of a stack or group
+BACKWARD = Attribute("backward", bool, False)  # calls run from the last tensors of stacks and groups to the first
+VALUE = Attribute("value", float, 0.0)  # an int for integer dtypes, because floats cannot represent all ints
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
-HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, False)  # attention has such an operand
-KEY_BLOCKS = Attribute("blocks", int, 0)  # number of blocks of keys, each with a result; 0: one result of all keys
-PIECES = Attribute("pieces", int, 0)  # number of pieces of rows and keys, in the order in which ranks hold them in zigzag; 0: in order
-REVERSED = Attribute("reversed", int, 0)  # number of blocks of rows in reverse order, one per rank; 0: in order
+HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, False)  # attention has this operand
+KEY_BLOCKS = Attribute("blocks", int, 0)  # number of key blocks, each with a separate result; 0: one result over all keys
+PIECES = Attribute("pieces", int, 0)  # rows and keys are so many pieces, in the order in which ranks hold them in zigzag; 0: plain order
+REVERSED = Attribute("reversed", int, 0)  # rows are so many blocks in reverse order, one block per rank; 0: plain order
 HALVES = Attribute("halves", int)
-COMPOSED = Attribute("composed", str, "")  # reason why cuBLASLt does not compute a scaled matmul, one of LACKING; "" if it does
+COMPOSED = Attribute("composed", str, "")  # reason, one of LACKING, why cuBLASLt cannot compute a scaled matmul; "" if it can
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Attributes of reshard steps.

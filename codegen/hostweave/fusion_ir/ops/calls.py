@@ -1,4 +1,4 @@
-"""Calls of functions, one after another where they repeat, and user kernels."""
+"""Calls of functions, repeats of calls, and user kernels."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,27 +26,28 @@ def _call(types: Types, op: Op) -> TensorType:
 
 
 def stacked(type: TensorType, depth: Size) -> TensorType:
-    """Type of `depth` tensors stacked along a new first dim."""
+    """Type of the stack of `depth` tensors along a new first dim."""
     return replace(type, dims=(Dim(depth), *type.dims))
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Maps each carried operand of a repeat to the result of the previous call that it receives."""
+    """Maps each carried operand of a repeat to the index of the previous call's result that it is."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Maps each lagged operand of a repeat to the operand that the first call takes instead."""
+    """Maps each lagged operand of a repeat to the operand that replaces it in the first call."""
     assert op.callee is not None
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of a result of a call or a repeat.
+    """Type of the result at `index` of a call or a repeat.
 
-    Results of a repeat after the function's own are stacked: first each operand, then each result, over all calls.
+    A repeat has additional results after those of the function: for each operand, and then for each result, the stack of its values in all
+    calls.
     """
     assert op.callee is not None
     types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
@@ -65,9 +66,10 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Calls the function once for each tensor of the groups `each`. Operands `carried` are results of the previous call.
+    """Type of the first result of a repeat: the function is called once per tensor of the operands `each`. Operands in `carried` are
+    results of the previous call.
 
-    A `lagged` operand is the previous tensor of its group. For the first call it is an additional operand at the end.
+    A `lagged` operand is the previous call's tensor of its stack or group. In the first call, an additional operand at the end replaces it.
     """
     function = op.callee
     assert function is not None
@@ -123,7 +125,7 @@ def _output(types: Types, op: Op) -> TensorType:
 
 
 def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
-    raise ArgumentError("kernel: NumPy does not know what the user's C++ computes; compare the program with a function of your own")
+    raise ArgumentError("kernel: NumPy cannot compute the user's C++; compare the program with a NumPy function that you write")
 
 
 def _stated_by_function(types: Types, op: Op) -> tuple[TensorType, Types]:

@@ -1,4 +1,4 @@
-"""Definition of an entry of the op table, and helpers that entries share."""
+"""Definition of the entries of the op table, and helpers that several entries use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "
 
 
 class Mismatch(Exception):
-    """Operands that do not fit. The caller adds the op and its location."""
+    """The operands of an op are not valid. The caller catches it, and adds the op and its location."""
 
 
 @dataclass(frozen=True)
 class Combine:
-    """The combining function of a reduction in C++: a functor, or the equivalent operator `sign`.
+    """Combining function of a reduction in C++: a functor, and the equivalent operator `sign` if there is one.
 
-    `total` names the accumulator, and `starts` gives its initial values for floats, ints and uints. Without an `identity` the result is an
-    element, or its position, so there must be at least one element.
+    `total` is the name of the accumulator. `starts` has its initial values for floats, ints and uints. If `identity` is False, the result
+    is an element or its position, so the reduction needs at least one element.
     """
 
     total: str
@@ -43,10 +43,10 @@ class Combine:
 class OpDef:
     """Definition of one kind of op.
 
-    - `infer(operand types, op)` returns the result's dtype and global shape, or raises Mismatch.
-    - `map(operand types, op)` returns the indices that operands and result share.
-    - `numpy(np, *arrays, **attributes)` computes it on arrays. If the user states a part of the result's type (`target`), it also gets
-      `shape` or `dtype`, and both for `type`. A call gets `run`, which computes its function.
+    - `infer(operand types, op)` returns the dtype and global shape of the result, or raises Mismatch.
+    - `map(operand types, op)` returns the index map.
+    - `numpy(np, *arrays, **attributes)` computes the op on arrays. It also gets `shape` or `dtype` or both, if the user states them
+      (`target`). A call gets `run`, which evaluates its function.
     """
 
     arity: int | None  # None: one or more
@@ -54,48 +54,49 @@ class OpDef:
     map: Indices
     numpy: Callable[..., Any]
     attributes: tuple[Attribute[Any], ...] = ()
-    target: str = ""  # part of the result's type that the user states: shape, dtype, type (both) or sharding
+    target: str = ""  # property of the result type that the user states: shape, dtype, type (both) or sharding
 
-    # C++ of one element: operands {0}, {1}, ... and literals {T:0.5} in the compute type, functions of the C library {std:exp}.
+    # C++ for one element: operands {0}, {1}, ..., literals such as {T:0.5} in the compute type, and C library functions such as {std:exp}.
     cpp: str = ""
-    fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
-    cpp_of_ints: str = ""  # C++ for ints, if different
-    prepared: str = ""  # C++ type of the last operand if many elements share it: work that depends only on that operand is done once. f32
-    lane: str = ""  # function that processes a whole lane along one dim; such an op is a separate kernel
-    parts_lanes: bool = False  # threads of a lane need no synchronisation, since each computes its own elements
-    in_clusters: bool = False  # several blocks may process adjacent lanes together
-    gathers: bool = False  # it reads its first operand at an index, which the second operand holds or which is computed
-    updates: bool = False  # it updates its first operand in place, and writes only some elements
-    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # where in the result each operand begins, by dim
+    fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
+    cpp_of_ints: str = ""  # C++ for ints, if it differs
+    prepared: str = ""  # C++ type for f32 that precomputes the work that depends only on the last operand, if many elements share it
+    lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
+    parts_lanes: bool = False  # threads that process a row need no synchronisation, because each computes separate elements
+    in_clusters: bool = False  # several blocks may process adjacent rows together
+    gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
+    updates: bool = False  # updates some elements of its first operand in place
+    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # start of each operand in the result, by dim
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction
-    locates: bool = False  # a reduction that returns a position, even of a single element
+    locates: bool = False  # the reduction returns a position, even if there is only one element
 
-    # Shardings follow from the indices that the result keeps or reduces, and from the following fields.
-    partial: str = ""  # reduction that combines the ranks' results if a reduced dim is sharded; "" if the op needs the whole dim
-    linear: str = ""  # linear in its first operand only (first), in each operand (factors), or in all together (terms)
-    is_exact: bool = False  # partial sums are exact: at most one term is not zero, or the op adds in the result's dtype anyway
-    last_is_first: bool = False  # the sharding of the last operand takes precedence
-    stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # types of result and operands, if they are stated
+    # Shardings follow from the index map and the following fields.
+    partial: str = ""  # reduction of the ranks' results if a reduced dim is sharded; "" if a rank needs the whole dim
+    linear: str = ""  # the op is linear in its first operand (first), in each operand (factors), or in all operands together (terms)
+    is_exact: bool = False  # a partial sum is not rounded: at most one term is not zero, or the op itself adds in the result's dtype
+    last_is_first: bool = False  # for shardings, the last operand takes precedence
+    # types of result and operands, if a function, kernel or the user states them
+    stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
-        None  # axes of each result dim, if labels do not express them
+        None  # mesh axes of each result dim, if the index map cannot express them
     )
-    adds_up: tuple[tuple[int, int], ...] = ()  # operands and dims over which its elements are sums, if labels do not express them
-    follows_index: bool = False  # elements follow from their indices alone, so each rank makes its shard
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # the same for the scores of its softmax, before the scale
-    whole: str = ""  # verb for its effect on a dim that it needs completely
+    adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs that an element sums over, if the index map does not express them
+    follows_index: bool = False  # elements depend only on their index, so each rank computes its shard
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # like `adds_up`, for the scores before scaling and softmax
+    whole: str = ""  # participle that says what the op does to a dim that it needs completely
 
-    is_view: bool = False  # pointer arithmetic on local data, without a call
-    is_reshard_step: bool = False  # one communication or local slice, fully described by its attributes
+    is_view: bool = False  # pointer arithmetic on local data, without a kernel or call
+    is_reshard_step: bool = False  # one communication or local slice, which the attributes determine
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
     is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
-    makes: str = ""  # word for a result whose elements are only moved: "transposed", as in `x_transposed`
+    makes: str = ""  # word in the name of a result that only moves elements: "transposed", as in `x_transposed`
     written: str = ""  # Python operator: `a + b`
-    is_public: bool = False  # its public function is generated from this entry
+    is_public: bool = False  # the public function of this op is generated from this entry
 
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
-        """C++ for operands of this dtype. `is_fast` is True if at most 16 bits of the result are used."""
+        """C++ for operands of this dtype. `is_fast` is True if the result is rounded to at most 16 bits."""
         if dtype.kind != "float":
             return self.cpp_of_ints or self.cpp
         return self.cpp.replace(*self.fast) if self.fast and is_fast and dtype.itemsize <= 4 else self.cpp
@@ -107,13 +108,13 @@ class OpDef:
         return tuple((name, spec or "") for _, name, spec, _ in Formatter().parse(cpp) if name is not None)
 
     def stated_type(self, shape: Callable[[], tuple[int, ...]], dtype: object) -> dict[str, Any]:
-        """Parts of the result's type that `numpy` gets."""
+        """Keyword arguments of `numpy` for properties of the result type that the user states."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
 
 
 def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
-    """Attributes of an op for `numpy`, with sizes as numbers."""
+    """Attributes of an op as arguments of `numpy`, with sizes as ints."""
     return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
@@ -144,7 +145,7 @@ def broadcast(types: Types) -> tuple[Dim, ...]:
 
 
 def _aligned(types: Types) -> str:
-    """Remedy for operands that do not broadcast: a transpose, or a dim of 1 at the end."""
+    """Remedy for operands that do not broadcast: a transpose, or a last dim of 1."""
     a, b = (type.shape for type in sorted(types[-2:], key=lambda type: -len(type.dims)))
     if len(a) == len(b) == 2 and a == b[::-1]:
         return "transpose one of them, as in x + y.T"
@@ -182,5 +183,5 @@ def elementwise(types: Types, op: Op) -> IndexMap:
 
 
 def opaque(types: Types, op: Op) -> IndexMap:
-    """Index map of an op whose operands and result share no index."""
+    """Index map of an op whose operands and result have no index in common."""
     return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))

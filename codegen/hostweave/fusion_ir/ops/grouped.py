@@ -1,9 +1,9 @@
-"""Grouped matmuls: matrix products of groups of rows, whose first and last rows are data.
+"""Grouped matmuls: products of groups of rows with one matrix per group. The bounds of the groups are data.
 
-There may be a batch dim in front of all dims: each batch element has separate groups and matrices, and separate or common rows.
+All operands may have a leading batch dim: each batch has separate groups and matrices. The rows may be common to all batches.
 
-Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; rows outside are not computed. If
-the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.
+Group e consists of rows `starts[e]` to `ends[e]` - 1, as far as they exist. Groups do not overlap. If the rows are sharded, a rank holds a
+part of each group. If the groups are sharded, a rank holds some of the groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AnyType = TensorType | BufferType
 
 
 def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, is_outer: bool) -> str:
-    """Reason why a grouped matmul cannot take these operands, or ""."""
+    """Reason why a grouped matmul cannot have these operands, or ""."""
     batch = starts.shape[:-1]
     is_shared = bool(batch) and not is_outer and len(x.shape) == 2
     if len(x.shape) != 2 + len(batch) - is_shared or len(batch) > 1 or len(other.shape) != 2 + len(batch) + (not is_outer):
@@ -53,7 +53,7 @@ def _inferred(types: Types, op: Op) -> TensorType:
     return TensorType(result, tuple(map(Dim, sizes)))
 
 
-UNWALKED = frozenset(("t", "e"))  # data decide which rows belong to a group
+UNWALKED = frozenset(("t", "e"))  # data decide which rows belong to which group
 
 
 def _of_matmul(types: Types, op: Op) -> IndexMap:
@@ -68,7 +68,7 @@ def _of_outer(types: Types, op: Op) -> IndexMap:
 
 
 def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, int]]:
-    """Local rows of each group, for a rank whose first row is number `first`.
+    """Local row range of each group. `first` is the global index of the rank's first row.
 
     Raises IndexError if groups overlap.
     """
@@ -82,7 +82,7 @@ def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, 
 
 
 def multiplied(np: Any, x: Any, w: Any, starts: Any, ends: Any, first: int = 0) -> Any:
-    """NumPy reference of grouped_matmul. Rows without a group are zeros."""
+    """NumPy reference of grouped_matmul. Rows outside of all groups are zeros."""
     parts, last = [], 0
     for e, (start, end) in enumerate(groups_of(starts, ends, first, x.shape[0])):
         if start < end:
@@ -92,7 +92,7 @@ def multiplied(np: Any, x: Any, w: Any, starts: Any, ends: Any, first: int = 0) 
 
 
 def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> Any:
-    """NumPy reference of grouped_outer. Empty groups have zeros."""
+    """NumPy reference of grouped_outer. The products of empty groups are zeros."""
     empty = np.zeros((1, x.shape[1], y.shape[1]), x.dtype)
     parts = [
         np.matmul(np.swapaxes(x[start:end], 0, 1), y[start:end])[None] if start < end else empty
@@ -102,7 +102,7 @@ def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> A
 
 
 def _batched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """NumPy reference of operands that may have a batch dim."""
+    """Extends a NumPy reference to operands with a batch dim."""
 
     def of_each(np: Any, x: Any, *others: Any) -> Any:
         if others[1].ndim == 1:

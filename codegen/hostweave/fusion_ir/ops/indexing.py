@@ -1,7 +1,7 @@
-"""Ops that read or write at indices given by data, and ops on whole rows: cumulative sums and sorting.
+"""Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-For an indexed dim, an op takes `rows`: the indices of the dim that the rank holds. It reads or writes only these, so the dim may be
-sharded. Elements of other ranks count as zeros in a `take`, and are skipped by a `scatter`.
+For each indexed dim, an op has an operand `rows`: the global indices of the dim that the rank holds. It reads or writes only these, so the
+dim may be sharded. A `take` reads zeros at other indices, and a `scatter` skips them.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from hostweave.types.tensor import Dim, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the matching dim with other indices
+INDEXED, OTHER = "v", "w"  # labels of an indexed dim, and of a dim of the result or the source that corresponds to it but has other indices
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -34,7 +34,7 @@ def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
 
 
 def _rows(rows: TensorType, size: Size | None = None) -> Size:
-    """Size of an indexed dim. Checks that `rows` numbers its indices."""
+    """Size of an indexed dim. Raises Mismatch if `rows` is not a vector of i64 with this size."""
     if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
         raise Mismatch(f"{rows} are not the {'indices of a dim' if size is None else size} as i64; use iota")
     return rows.shape[0]
@@ -95,7 +95,7 @@ def _take(types: Types, op: Op) -> TensorType:
 
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
-    """Local position of each index, and whether this rank holds it."""
+    """Local position of each index, and True for each index that this rank holds."""
     place = index - (rows[0] if len(rows) else 0)
     held = (place >= 0) & (place < len(rows))
     return np.where(held, place, 0), held
@@ -122,7 +122,7 @@ def _looked_up(types: Types, op: Op) -> IndexMap:
 
 
 def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Shape with the result's size in the indexed dim."""
+    """Shape with the size of the indexed dim replaced by the result's size."""
     return tuple(result[i] if i == axis else size for i, size in enumerate(shape))
 
 
@@ -150,7 +150,7 @@ def _reverse_second(types: Types, op: Op) -> TensorType:
 
 
 def _reversed_alone(types: Types, op: Op) -> IndexMap:
-    """A rank needs both halves."""
+    """Index map of reverse_second: a rank needs both halves."""
     labels = numbered(types[0].shape)
     source = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
     return IndexMap((source,), labels, blocks=((labels[op[HALVES]], 1),), unwalked=frozenset((INDEXED,)))
@@ -208,7 +208,8 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """The result is sharded like x. Ranks may share the source only if the op adds: each adds its own part, which gives a partial sum."""
+    """Index map of scatters: the result is sharded like x. The source may be sharded only if the op adds: each rank adds its part, which
+    gives a partial sum."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)
@@ -244,7 +245,7 @@ def _update(types: Types, op: Op) -> TensorType:
 
 
 def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
-    """NumPy reference of dynamic_update_slice on local rows. With starts that have dims, each batch has its own position."""
+    """NumPy reference of dynamic_update_slice on local rows. If starts have dims, each batch is updated at a separate position."""
     if any(np.ndim(start) for start in places[::2]):
 
         def of(index: int) -> list[Any]:
@@ -262,7 +263,8 @@ def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) 
 
 
 def _written(types: Types, op: Op) -> IndexMap:
-    """A dim that is cut may be sharded: each rank writes its own elements, and needs the whole update along that dim."""
+    """Index map of dynamic_update_slice. A dim that is cut may be sharded: each rank writes the elements that it holds, and needs the whole
+    update along that dim."""
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
@@ -331,9 +333,9 @@ OPS["cumsum"] = OpDef(
 OPS["argsort"] = OpDef(
     1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
 )
-OPS["inverse_order"] = OpDef(  # its rows contain each of 0, 1, ..., n - 1 once
+OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 1, ..., n - 1
     1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
 )
-OPS["group_order"] = OpDef(  # ends of the groups, the elements in the order of their groups, and their positions in it
+OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element among these
     1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), lane="hw::group_order<{groups}>", whole="ordered"
 )

@@ -1,4 +1,4 @@
-"""Pointwise ops. A new op is one entry of `_unary` or `_binary`, which also generates its function."""
+"""Pointwise ops. Adding an entry with `_unary` or `_binary` also generates the public function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
-    """Type rule of operands with one dtype of these `kinds`, or any. The result has that dtype, or is bool."""
+    """Type rule: all operands have the same dtype, of one of these `kinds` (any if empty). The result has that dtype, or is bool."""
 
     def infer(types: Types, op: Op) -> TensorType:
         dtype = same_dtype(types)
@@ -57,7 +57,7 @@ def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
 def _unary(
     kind: str, doc: str, cpp: str, numpy: Callable[..., Any] | None = None, *, kinds: tuple[str, ...] = FLOATS, **facts: Any
 ) -> Unary:
-    """Defines a unary op and its function. `numpy` may be omitted if NumPy has the same name."""
+    """Defines a unary op and its public function. `numpy` may be omitted if NumPy's function has the same name."""
     computed = numpy or (lambda np, x: getattr(np, kind)(x))
     OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, computed, cpp=cpp, is_public=True, **facts)
 
@@ -73,7 +73,7 @@ def _unary(
 
 
 def _rounding(kind: str, doc: str, function: str) -> Unary:
-    """Defines a rounding op. `function` is the C function; ints do not change."""
+    """Defines a rounding op. `function` is the C function. Ints do not change."""
 
     def rounded(np: Any, x: Any) -> Any:
         return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
@@ -84,11 +84,11 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 def _binary(
     kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
 ) -> BinaryOp:
-    """Defines a binary op and its function. `numpy` is NumPy's name, if different."""
+    """Defines a binary op and its public function. `numpy` is the name of NumPy's function, if it differs."""
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:
-        with np.errstate(divide="ignore"):  # integer division by 0 gives 0
+        with np.errstate(divide="ignore"):  # division by 0 is not an error: ints give 0
             return getattr(np, numpy or kind)(a, b)
 
     OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)
@@ -99,8 +99,8 @@ def _binary(
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
     given = _EXAMPLES.get(kinds, "f32")
     doc = (
-        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype. A Python number takes the dtype of the tensor.\n"
-        f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
+        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of the same dtype. A Python number gets the dtype of the tensor.\n"
+        f"Dims broadcast from the right. {result}Raises ProgramError if the dtypes or shapes do not fit.\n\n"
         f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
     )
     return named(function, kind, doc)
@@ -123,7 +123,7 @@ def _lgamma(np: Any, x: Any) -> Any:
 
 
 def _inverse(word: str) -> Callable[..., Any]:
-    """NumPy's inverse function. Before NumPy 2 it has only this name."""
+    """NumPy's inverse function. NumPy 1 has only the name that begins with `arc`."""
     return lambda np, x: getattr(np, f"arc{word}")(x)
 
 
@@ -316,9 +316,10 @@ def _philox(types: Types, op: Op) -> TensorType:
 
 
 def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any:
-    """Uniform numbers in [0, 1), multiples of 2^-24: the first word of Philox for counter (i, j, k, m) and key (seed, draw).
+    """Uniform numbers in [0, 1), multiples of 2^-24, from the first output word of Philox with counter (i, j, k, m) and key (seed, draw).
 
-    Philox 4x32-10 is a counter-based generator (Salmon et al., 2011). A number depends only on its global index and the key.
+    Philox 4x32-10 is a counter-based generator (Salmon et al., 2011). A number depends only on the counter, which is the global index, and
+    on the key.
     """
     c0, c1, c2, c3, k0, k1 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw)))
     for _ in range(10):

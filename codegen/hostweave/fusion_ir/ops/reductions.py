@@ -83,7 +83,7 @@ def _reduction(
     *attributes: Attribute[Any],
     kinds: tuple[str, ...] = NUMBERS,
 ) -> ReductionOp:
-    """Defines a reduction and its function. `partial` combines the ranks' results."""
+    """Defines a reduction and its public function. `partial` is the reduction that combines the results of ranks."""
     _define(
         kind, _infer(kinds), combine, numpy, *attributes, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True
     )
@@ -94,8 +94,8 @@ def _reduction(
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (
         f"{doc}\n\nReduces over `axis`, an int, a dim name or a tuple of them, by default all dims. With `keepdims`\n"
-        f"they stay, with one element. The dtype is that of x. If a dim is sharded, ranks reduce their blocks, then their results.\n"
-        f"Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
+        f"they stay, with one element. The dtype is that of x. If a dim is sharded, each rank reduces its shard, and a collective\n"
+        f"combines the results. Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
@@ -109,7 +109,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
-    """Result of max (-1) or min (1) over no elements, since a rank may hold none."""
+    """Result of max (-1) or min (1) over no elements. A rank may hold no elements of a sharded dim."""
     if x.dtype.kind == "b":
         return sign > 0
     if x.dtype.kind in "iu":
@@ -122,14 +122,15 @@ def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count:
 
 
 def as_term(op: Op, x: TensorType) -> Op:
-    """Rewrites a reduction so that local results are terms: a mean becomes a sum over the global number of elements."""
+    """Rewrites a reduction so that the results of ranks are terms of a sum: a mean becomes a sum divided by the global number of
+    elements."""
     if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
         return op
     return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
 
 
 def is_one_element(op: Op, x: Sequence[Size]) -> bool:
-    """True if a reduction of an operand of this shape returns its elements unchanged."""
+    """True if reducing an operand of this shape only removes dims of one element, and does not change the elements."""
     combine = OPS[op.kind].combine
     is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
     return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
@@ -174,7 +175,7 @@ def _matmul(types: Types, op: Op) -> TensorType:
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
-    """Remedy for a matmul whose inner dims differ: the operand to transpose."""
+    """Remedy for a matmul whose inner dims differ: transpose one operand."""
     if a.shape[-1] == b.shape[-1]:
         return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:
@@ -190,12 +191,12 @@ def why_no_product(dtype: DType) -> str:
 
 
 def widens(operands: DType, result: DType) -> bool:
-    """True if a matmul can return its f32 sums of 16-bit products unrounded."""
+    """True if the dtypes are those of a matmul that multiplies 16-bit floats and returns the f32 sums without rounding."""
     return result == f32 and operands.name in ("f16", "bf16")
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n). k denotes all contracted dims."""
+    """Index map of a matmul: batch dims are aligned from the right, then (m, k), (k, n) -> (m, n). k stands for all contracted dims."""
     batch, count = op.result.type.shape[:-2], op[CONTRACTED]
     labels, inner = numbered(batch, "b"), numbered(types[0].shape[-count:], "k")
     a, b = (aligned(type.shape[: -1 - count], batch, labels) for type in types)

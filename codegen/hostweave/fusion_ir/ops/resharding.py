@@ -1,4 +1,4 @@
-"""Ops that move blocks of a tensor between ranks, and the steps of reshards."""
+"""Collective permutes, and the steps of reshards: ops that move blocks of a tensor between ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from hostweave.types.zigzag import Zigzag
 
 OPS: dict[str, OpDef] = {}
 
-NO_SOURCE = -1  # a collective permute without a source gives zeros
+NO_SOURCE = -1  # in `sources`: the block is zeros
 
 
 def _collective_permute(types: Types, op: Op) -> TensorType:
@@ -59,7 +59,7 @@ def _reshard_step(types: Types, op: Op) -> TensorType:
 
 
 def _step(kind: str, *facts: Attribute[Any], target: str = "", is_view: bool = False, to_other_mesh: bool = False) -> None:
-    """Defines a reshard step. `target` is "sharding" if the attributes do not determine the result's."""
+    """Defines a reshard step. `target` is "sharding" if the attributes do not determine the sharding of the result."""
     OPS[kind] = OpDef(
         *(1, _reshard_step, elementwise, lambda np, x, **_: x, facts, target),
         is_view=is_view,
@@ -78,12 +78,12 @@ OPS["collective_permute"] = OpDef(
     linear="first",
     makes="permuted",
 )
-# From zigzag to rank order, or back: the same blocks change places, and each rank keeps its elements.
+# Converts zigzag to rank order, or back. The blocks are only renumbered; no rank moves elements.
 OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_renumbered, is_view=True, makes="renumbered")
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
-# Steps of reshards. If bytes and number of steps are equal, the first kind is preferred.
+# Steps of reshards. Among plans with equal bytes and equally many steps, the earlier kind is preferred.
 _step("shard", DIM, MESH_AXES, is_view=True)
 _step("all_gather", DIM, MESH_AXES)
 _step("permute_shards", MESH_AXES, SOURCES, target="sharding")

@@ -1,4 +1,4 @@
-"""Scaled matmul: the product of 8-bit floats with scales, as torch._scaled_mm defines it."""
+"""Scaled matmul: the product of two matrices of 8-bit floats, each with scales, as in torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from hostweave.fusion_ir.ops.attributes import COMPOSED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
 
-BLOCK = 128  # elements of a block along each of its dims
+BLOCK = 128  # size of a block along each of its dims
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
-# Reasons why cuBLASLt does not compute one: unsupported scales, both operands f8e5m2, or K or N not a multiple of STEP.
+# Reasons why cuBLASLt cannot compute a scaled matmul: it does not support the scales on this machine, both operands are f8e5m2, or K or N
+# is not a multiple of STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
-STEP = 16  # cuBLASLt multiplies 8-bit floats if K and N are multiples of this
+STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of this
 
 
 def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b: SymbolicShape) -> str:
-    """Kind of scaling, one of SCALINGS or "". The scales are [rows, inner] for a [M, K], and [inner, columns] for b [K, N]."""
+    """Kind of scaling: one of SCALINGS, or "". `scale_a` is [rows, inner] for a [M, K], and `scale_b` is [inner, columns] for b [K, N]."""
     (m, k), (_, n) = a, b
     if scale_a == (m, ONE) and scale_b == (ONE, n):
         return ROW
@@ -31,12 +32,12 @@ def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b:
 
 
 def is_composed(op: Op) -> bool:
-    """True if the op is a scaled matmul that is composed of casts, a matmul and multiplications, because cuBLASLt lacks it."""
+    """True for a scaled matmul that will be composed of casts, a matmul and multiplications, because cuBLASLt does not support it."""
     return op.kind == "scaled_matmul" and bool(op[COMPOSED])
 
 
 def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType, *scales: TensorType | BufferType) -> str:
-    """Reason why a scaled matmul cannot take these operands, or ""."""
+    """Reason why a scaled matmul cannot have these operands, or ""."""
     for operand in (a, b):
         if operand.dtype.kind != "float" or operand.dtype.itemsize != 1:
             return f"{operand} is not a tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"
@@ -61,9 +62,10 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims; blocks join only the outermost parts.
+    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims. Scales of blocks relate only the outermost parts of
+    dims.
 
-    A dim of a single block has no label, since ranks cannot share a block.
+    A dim that consists of one block has no label, because ranks cannot split a block.
     """
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
@@ -84,14 +86,14 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 
 def scaled(x: Any, scale: Any) -> Any:
-    """Product of x [R, C] and scale [r, c]. Each element of the scale multiplies a block of R/r x C/c elements."""
+    """Multiplies x [R, C] by scale [r, c]. Each element of the scale multiplies a block of R/r x C/c elements."""
     (rows, columns), (r, c) = x.shape, scale.shape
     blocks = x.reshape(r, rows // max(r, 1), c, columns // max(c, 1)) * scale.reshape(r, 1, c, 1)
     return blocks.reshape(rows, columns)
 
 
 def multiplied(np: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-    """NumPy reference, for 8-bit floats that were widened."""
+    """NumPy reference. The 8-bit floats have been converted to a wider dtype."""
     return np.matmul(scaled(a, scale_a), scaled(b, scale_b))
 
 

@@ -1,4 +1,4 @@
-"""Ops that change the shape or the order of elements."""
+"""Ops that change the shape, or the order of elements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def _slice(types: Types, op: Op) -> TensorType:
 
 
 def _end(start: int, taken: int, step: int) -> int:
-    """End index of a slice, exclusive. Equal to the start if the slice is empty, such as x[1:] of one element."""
+    """End index of a slice, exclusive. Equals the start if the slice is empty, such as x[1:] of one element."""
     return start + (taken - 1) * step + 1 if taken else start
 
 
@@ -98,7 +98,7 @@ def _pad(types: Types, op: Op) -> TensorType:
 
 
 def padded_dims(op: Op) -> tuple[int, ...]:
-    """Dims that a pad makes longer."""
+    """Dims with nonzero padding."""
     low, high = op[LOW], op[HIGH]
     return tuple(i for i, widths in enumerate(zip(low, high, strict=True)) if any(widths))
 
@@ -115,7 +115,8 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """A dim that stays keeps its label. Among dims that are split or merged, the outermost ones share a label in `outer`."""
+    """Index map of a reshape. A dim that does not change keeps its label. Where dims are split or merged, the outermost ones share a label
+    in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
@@ -128,9 +129,10 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Axes of a reshape's dims such that no element changes its rank, as from [8@y,x] to [2@y, 4@x]. None if there are none.
+    """Mesh axes for the dims of a reshape's result such that every element stays on its rank, as from [8@y,x] to [2@y, 4@x]. None if there
+    are none.
 
-    This requires, in both shapes, that the last sharded dim is shared evenly, and that a rank has a single index of every dim before it.
+    In both shapes, the last sharded dim must divide evenly, and each rank must hold a single index of every dim before it.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
@@ -171,14 +173,14 @@ def _cut(types: Types, op: Op) -> IndexMap:
 
 
 def _joined(types: Types, op: Op) -> IndexMap:
-    """Operands are parts of the result, one after another or inside it."""
+    """Index map of concat and pad. A dim along which operands are only a part of the result has no label."""
     axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
     labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
     return IndexMap((labels,) * len(types), labels)
 
 
 def _starts(types: Types, op: Op) -> tuple[dict[int, Size], ...]:
-    """Starts of the operands of a concat in the result: each begins after the previous one."""
+    """Start of each operand of a concat in the result."""
     starts = [Size(0)]
     for type in types:
         starts.append(starts[-1] + type.shape[op[AXIS]])

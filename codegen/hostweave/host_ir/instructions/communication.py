@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. Buffers are contiguous and of one dtype."""
+"""Communication instructions of the host IR. Their buffers are contiguous and have the same dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,32 +7,32 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts, Route
 
-EXCHANGE_RANKS = 8  # largest group whose kernels exchange terms: hw::kExchangeRanks
+EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of such terms
 EXCHANGE_BYTES = 512 << 10  # largest term in bytes: hw::kExchangeBytes
 
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each rank of a process group, the rank there that sends to it
+Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. Ranks that write receive from ranks that read."""
+    """Moves data between the ranks of a channel's process group. A rank that writes a buffer receives from the ranks that read theirs."""
 
     channel: str
-    blocks: ClassVar[str] = ""  # field whose buffer has one block per rank, while the other buffer has one block
+    blocks: ClassVar[str] = ""  # field of the buffer that has one block per rank; the other buffer has one block
 
 
 class Collective(Communication):
     """A communication that all ranks of the process group issue, in the same order.
 
-    If it names a dim, its blocks are the ranks' shares of that dim, packed. The last blocks may be short or empty. Otherwise blocks are
-    equal.
+    If `sent_along` or `received_along` names a dim, the blocks are the ranks' shards of that dim, stored contiguously. The last blocks may
+    be short or empty. Otherwise all blocks are equal.
     """
 
     posts = "collective"
-    sends_blocks: ClassVar[bool] = False  # each receiver gets its own block of every sender's buffer
-    sent_along: int | None = None  # dim of src that its blocks share
-    received_along: int | None = None  # dim of dst that its blocks share
+    sends_blocks: ClassVar[bool] = False  # each receiver gets a different block of every sender's buffer
+    sent_along: int | None = None  # dim of src that the blocks split
+    received_along: int | None = None  # dim of dst that the blocks split
 
     @property
     def is_shared(self) -> bool:
@@ -53,17 +53,17 @@ class FromTo(Collective):
 
 
 class Reduction(Collective):
-    """A collective that reduces the terms of all ranks by `op`."""
+    """A collective that reduces the src of all ranks by `op`."""
 
     op: str
 
 
 class PointToPoint(Communication):
-    """A send that matches a recv of its peer."""
+    """A send, which matches a recv of its peer, or a recv."""
 
 
 class Routed(PointToPoint):
-    """Sends or recvs blocks by routes, posted as a group. `count` is a number of equal blocks, or the cuts of a packed tensor."""
+    """Sends or receives blocks by routes, posted as a group. `count` is the number of equal blocks, or the cuts of a packed tensor."""
 
     count: int | Cuts
     routes: Routes
@@ -76,7 +76,7 @@ class Routed(PointToPoint):
 
 @dataclass(frozen=True)
 class AllGather(FromTo):
-    """dst holds the src of every rank, in process group order."""
+    """dst receives the src of every rank, in process group order."""
 
     channel: str
     received_along: int | None = None
@@ -87,7 +87,7 @@ class AllGather(FromTo):
 
 @dataclass(frozen=True)
 class AllReduce(FromTo, Reduction):
-    """dst = the reduction of every rank's src. src may be dst."""
+    """dst = the reduction of every rank's src. dst may be src."""
 
     op: str
     channel: str
@@ -97,9 +97,9 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchAllReduce(Collective):
-    """Launches a kernel that begins with an all_reduce of its first input. The ranks' kernels send their terms to each other.
+    """Launches a kernel that begins with an all_reduce of its first input. The kernels of the ranks exchange terms.
 
-    Terms are summed in f32 in rank order and rounded once.
+    Terms are summed in f32 in rank order, and the sum is rounded once.
     """
 
     kernel: Launched
@@ -125,7 +125,7 @@ class ReduceScatter(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class Broadcast(FromTo):
-    """dst = the src of the rank whose number in the process group is root."""
+    """dst = the src of the rank with index `root` in the process group."""
 
     root: Expr
     channel: str
@@ -136,9 +136,9 @@ class Broadcast(FromTo):
 
 @dataclass(frozen=True)
 class BroadcastToOthers(FromTo):
-    """On every rank but the root, dst = the src of the root.
+    """On every rank except the root, dst = the src of the root.
 
-    The root keeps its src and needs no dst. Only the root needs src.
+    The root needs no dst. Other ranks need no src.
     """
 
     root: Expr
@@ -150,7 +150,7 @@ class BroadcastToOthers(FromTo):
 
 @dataclass(frozen=True)
 class Reduce(FromTo, Reduction):
-    """On the root, dst = the reduction of every rank's src. Other ranks leave dst untouched."""
+    """On the root, dst = the reduction of every rank's src. Other ranks do not write dst."""
 
     op: str
     root: Expr
@@ -162,7 +162,7 @@ class Reduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class Gather(FromTo):
-    """On the root, dst holds the src of every rank, in process group order. Other ranks leave it untouched. Posted as sends and recvs."""
+    """On the root, dst has the src of every rank, in process group order. Other ranks do not write dst. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -187,7 +187,7 @@ class Scatter(FromTo):
 
 @dataclass(frozen=True)
 class AllToAll(FromTo):
-    """Block i of src goes to rank i of the process group, and block i of dst comes from it. Posted as sends and recvs."""
+    """Sends block i of src to rank i of the process group, and receives block i of dst from it. Posted as sends and recvs."""
 
     channel: str
     sent_along: int | None = None
@@ -199,7 +199,7 @@ class AllToAll(FromTo):
 
 @dataclass(frozen=True)
 class CollectivePermute(FromTo):
-    """dst = the src of rank `sources[i]`, on rank i of the process group. A rank without a source gets zeros.
+    """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros.
 
     Each rank sends to at most one rank, which may be itself. Posted as a send and a recv.
     """
@@ -220,7 +220,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends once every rank of the process group has arrived. It is an all_reduce of one element whose result is not used."""
+    """Ends once every rank of the process group has reached it. It is an all_reduce of one element whose result is not used."""
 
     token: Update
     channel: str
@@ -230,7 +230,7 @@ class Barrier(Reduction):
 
 @dataclass(frozen=True)
 class Send(PointToPoint):
-    """Matches the recv of `peer`, a rank number in the process group."""
+    """Sends src. Matches a recv on `peer`, an index in the process group."""
 
     src: Read
     peer: Expr
@@ -250,10 +250,10 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Sends the blocks of src that the routes give to this rank. Posted as a group.
+    """Sends those blocks of src whose routes begin at this rank. Posted as a group.
 
-    src holds its blocks one after another: `count` equal blocks, or the blocks of a packed tensor. The recv_blocks of the same routes
-    matches it, in order.
+    The blocks are contiguous in src: `count` equal blocks, or the blocks of a packed tensor. It matches the recv_blocks with the same
+    routes; several are matched in order.
     """
 
     src: Read
@@ -266,7 +266,7 @@ class SendBlocks(Routed):
 
 @dataclass(frozen=True)
 class RecvBlocks(Routed):
-    """Receives the blocks of dst that the routes give to this rank, stored one after another. Posted as a group."""
+    """Receives those blocks of dst whose routes end at this rank. The blocks are contiguous in dst. Posted as a group."""
 
     dst: Write
     count: int | Cuts
@@ -278,7 +278,7 @@ class RecvBlocks(Routed):
 
 @dataclass(frozen=True)
 class Group(Instruction):
-    """Communications of one transport that are posted together."""
+    """Communications on one transport that are posted together."""
 
     body: Body
     syntax = "group {body}"

@@ -1,4 +1,4 @@
-"""Compute and local copy instructions of the host IR."""
+"""Instructions of the host IR for computation and local copies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hostweave.types.mesh import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # activations that a matmul can apply as its epilogue
 FEW_ROWS = 8  # largest number of rows of a matmul inside a kernel: hw::kFewRows
-FEW_SCALED_ROWS = 16  # largest number of rows of a scaled matmul by a kernel of the runtime: hw::kFewScaledRows
-PRODUCTS = 4  # largest number of matmuls in such a kernel: hw::kProducts
+FEW_SCALED_ROWS = 16  # largest number of rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
+PRODUCTS = 4  # largest number of matmuls in one kernel: hw::kProducts
 
 
 class Compute(Instruction):
@@ -26,29 +26,30 @@ class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference: the written values, from a rank's sizes and the read values. Small floats are given as f32.
+        """NumPy reference: the written values, given a rank's sizes and the values of the buffers that it reads. Small floats are given as
+        f32.
 
-        A launch is computed from its kernel's ops instead.
+        Not defined for a launch, which is computed from the ops of its kernel.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Matmul(Compute):
-    """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with an epilogue.
+    """dst = activation(scale * a b + accumulate + bias), rounded once. Lowered to cublasLtMatmul with an epilogue.
 
-    The product is over the last two dims; leading dims broadcast as in NumPy. `accumulate` has dst's type and may be dst. The bias is a
-    vector along dst's columns. There is at most one of each.
+    The product is over the last two dims. Leading dims broadcast as in NumPy. `accumulate` has dst's type, and may be dst. The bias is a
+    vector along the columns of dst. There is at most one `accumulate` and one bias.
 
-    8-bit floats have two `scales` of f32. Then a is [M, K] with contiguous rows, and b is [K, N] with contiguous columns. Scales of a are
-    [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each multiplies the elements of its block; the scales of b follow the same rules.
+    If a and b are 8-bit floats, they have f32 `scales`. a is then [M, K] with contiguous rows, and b is [K, N] with contiguous columns. The
+    scale of a is [1, 1], [M, 1], [M, K/128] or [M/128, K/128]. Each of its elements multiplies one block of a. The same rules hold for b.
     Scales of blocks have the layout of cuBLASLt: see `scales_lie`.
     """
 
     a: Read
     b: Read
     dst: Write
-    precision: str = ""  # "tf32": f32 operands are rounded to TF32 first
+    precision: str = ""  # "tf32": f32 operands are first rounded to TF32
     scale: float = 1.0
     accumulate: Reads = ()
     bias: Reads = ()
@@ -70,11 +71,11 @@ class Matmul(Compute):
 
 @dataclass(frozen=True)
 class Grouped(Compute):
-    """Products of groups of rows. Group e has the rows with numbers from `starts[e]` to below `ends[e]`.
+    """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
-    The first row of the operands has number `first`. Starts and ends are contiguous [E] of i32. Rows outside of the matrix are ignored.
-    Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and dst the elements of a row are
-    contiguous.
+    Row numbers are global; `first` is that of the operands' first row. `starts` and `ends` are contiguous i32 [E]. Rows that the operands
+    do not have are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may be f32. In x and dst, the
+    elements of a row must be contiguous.
     """
 
     x: Read
@@ -86,16 +87,17 @@ class Grouped(Compute):
     is_outer: ClassVar[bool] = False
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        first = self.first.value if isinstance(self.first, Const) else 0  # constant once the instruction is executed
+        first = self.first.value if isinstance(self.first, Const) else 0  # a constant once the instruction is executed
         x, other, starts, ends = reads
         return ((grouped.summed if self.is_outer else grouped.multiplied)(np, x, other, starts, ends, first),)
 
 
 @dataclass(frozen=True)
 class GroupedMatmul(Grouped):
-    """Multiplies each group of rows of x [T, K] by its matrix of `other` [E, K, N]: dst [T, N]. Rows without a group are zeros.
+    """Multiplies each group of rows of x [T, K] by a separate matrix of `other` [E, K, N]: dst [T, N]. Rows outside of all groups are
+    zeros.
 
-    In each matrix, the rows or the columns are contiguous.
+    Either the rows or the columns of each matrix must be contiguous.
     """
 
     syntax = "grouped_matmul %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
@@ -103,9 +105,9 @@ class GroupedMatmul(Grouped):
 
 @dataclass(frozen=True)
 class GroupedOuter(Grouped):
-    """Multiplies the transposed rows of x [T, K] by the rows of `other` [T, N], group by group: dst [E, K, N].
+    """For each group, multiplies the transposed rows of x [T, K] by the rows of `other` [T, N]: dst [E, K, N].
 
-    Empty groups have zeros. In `other` the elements of a row are contiguous, too.
+    The products of empty groups are zeros. The elements of a row of `other` must also be contiguous.
     """
 
     syntax = "grouped_outer %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
@@ -135,31 +137,32 @@ class _Masked(Compute):
         return {word: name for word, names in masks.items() for name in names}
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
-        """Splits the read values into operands and masks."""
+        """Splits the values that were read into operands and masks."""
         count = len(reads) - len(self.masked_by)
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # constant once the instruction is executed
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # a constant once the instruction is executed
         masks = dict(zip(self.masked_by, reads[count:], strict=True))
         return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 
 
 @dataclass(frozen=True)
 class Attention(_Masked):
-    """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
+    """dst = softmax(scale * q kT) v, without materialising the scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [...,
+    H, S, F].
 
-    Head h of the queries uses group h / (H / G). The masks are:
+    Query head h uses key head h / (H / G). The masks are:
 
-    - `diagonal`: row i sees columns up to i + diagonal. With `window`, it sees only the last `window` of them.
-    - `lengths`, contiguous [...] of i32: the number of columns. With corner `bottom_right`, the diagonal ends in the last row at the last
-      of these columns.
-    - `bias`, [..., H, S, T], added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
-    - `offsets`, contiguous [..., N + 1] of i32: starts of N packed sequences, and the end of the last one.
-      Rows see only their own sequence.
+    - `diagonal`: row i sees columns up to i + diagonal. With `window`, it sees only the last `window` of these columns.
+    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, the diagonal ends at the last row and the
+      last valid column.
+    - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
+    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of the
+      same sequence.
 
-    `lse`, contiguous [..., H, S] of f32, receives the log-sum-exps. In all other buffers, the elements of a row are contiguous.
+    `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. In all other buffers, the elements of a row must be contiguous.
 
-    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. The result is then 0, and its
-    lse is below -1e30. `kernels` names the kernels of this package that CUDA may need: `bf16_64` for heads of up to 64 elements. f32 always
-    needs them; f16 and bf16 need them for problems that cuDNN lacks.
+    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. Its result is then 0, and its
+    lse is below -1e30. `kernels` names the kernels of this package that CUDA may need, such as `bf16_64` for heads of up to 64 elements.
+    f32 always needs them. f16 and bf16 need them in cases that cuDNN does not support.
     """
 
     q: Read
@@ -189,9 +192,9 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """Gradients of q, k and v from the gradient of the result. `o` and `lse` are the results of Attention.
+    """Gradients of q, k and v, given the gradient of the result. `o` and `lse` are the results of Attention.
 
-    `dbias` receives the gradient of the bias, in its shape. Dims of size 1 are summed over.
+    `dbias` receives the gradient of the bias, in the bias's shape, summed over dims of size 1.
     """
 
     q: Read
@@ -225,7 +228,7 @@ class AttentionBackward(_Masked):
 
 @dataclass(frozen=True)
 class Launch(Compute):
-    """Launches a kernel of the program or of the user. A user kernel's buffers are contiguous."""
+    """Launches a kernel of the program, or a kernel that the user wrote. The buffers of a user kernel must be contiguous."""
 
     kernel: Launched
     srcs: Reads
@@ -235,7 +238,7 @@ class Launch(Compute):
 
 @dataclass(frozen=True)
 class Copy(Compute):
-    """dst = src. Both have one shape and dtype, and any strides."""
+    """dst = src. Both have the same shape and dtype. The strides are arbitrary."""
 
     src: Read
     dst: Write
@@ -249,7 +252,7 @@ class Copy(Compute):
 
 @dataclass(frozen=True)
 class Pack(Compute):
-    """Packs the blocks of src into dst, in row-major order. Each block is row-major."""
+    """Writes the blocks of src contiguously to dst, in row-major order of the blocks. Each block is row-major."""
 
     src: Read
     dst: Write
@@ -265,7 +268,7 @@ class Pack(Compute):
         return (reads[0].ravel()[self.order(np, sizes)].reshape(reads[0].shape),)
 
     def order(self, np: Any, sizes: Sizes) -> Any:
-        """Tensor index of each packed element."""
+        """For each element of dst, its index in src."""
         shape = [cut.size.bind(sizes) for cut in self.cuts]
         places = np.arange(prod(shape)).reshape(shape)
         return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
@@ -273,7 +276,7 @@ class Pack(Compute):
 
 @dataclass(frozen=True)
 class Unpack(Pack):
-    """Inverse of pack: dst is the tensor whose packed blocks are in src."""
+    """Inverse of pack: src has the packed blocks of the tensor dst."""
 
     syntax = "unpack %{src} -> %{dst} in {cuts}"
 
@@ -283,7 +286,7 @@ class Unpack(Pack):
 
 @dataclass(frozen=True)
 class Fill(Compute):
-    """Sets every element of dst to `value`, which the dtype must represent."""
+    """Sets every element of dst to `value`, which the dtype must be able to represent."""
 
     dst: Write
     value: int | float

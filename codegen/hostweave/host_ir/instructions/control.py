@@ -23,14 +23,14 @@ class Fork(Instruction):
     """The streams of the pool wait for the caller's stream."""
 
     stream: Forked
-    first: int | None = None  # number of streams, from the first on; None: all
+    first: int | None = None  # number of streams that wait, from index 0; None: all
     syntax = "fork {stream} first {first}"
     orders = True
 
 
 @dataclass(frozen=True)
 class Join(Instruction):
-    """The caller's stream waits for the streams of the pool, or for the first of them."""
+    """The caller's stream waits for the streams of the pool, or for the first `first` of them."""
 
     stream: Joined
     first: int | None = None
@@ -40,7 +40,7 @@ class Join(Instruction):
 
 @dataclass(frozen=True)
 class Record(Instruction):
-    """The event captures the current work of the stream. Equivalent to cudaEventRecord."""
+    """The event captures the work that the stream has so far. Equivalent to cudaEventRecord."""
 
     event: Recorded
     index: Expr
@@ -50,7 +50,7 @@ class Record(Instruction):
 
 @dataclass(frozen=True)
 class Wait(Instruction):
-    """The current stream waits for the last record of the event in this call. Equivalent to cudaStreamWaitEvent."""
+    """The current stream waits for the latest record of the event in this call. Equivalent to cudaStreamWaitEvent."""
 
     event: Awaited
     index: Expr
@@ -60,7 +60,7 @@ class Wait(Instruction):
 
 @dataclass(frozen=True)
 class Mark(Instruction):
-    """Records the time at which the current stream reaches it, in a measured call. Only programs that are measured have marks."""
+    """In a measured call, records the time at which the current stream reaches it. Only programs that are being measured have marks."""
 
     syntax = "mark"
     orders = True
@@ -101,7 +101,7 @@ class If(Instruction):
 
 @dataclass(frozen=True)
 class Call(Instruction):
-    """Runs a function of the program. The function forks from the caller's stream and joins it itself."""
+    """Runs a function of the program. The function itself forks from the caller's stream and joins it."""
 
     function: Called
     srcs: Reads
@@ -111,7 +111,8 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body on the ranks of a mesh only. Axes inside are those of that mesh. Its allocations outlive the body."""
+    """Runs the body only on the ranks of a mesh. Axes in the body are those of that mesh. Allocations in the body stay in scope after
+    it."""
 
     mesh: Mesh
     body: Body

@@ -1,6 +1,6 @@
-"""Instructions of inlined programs only: versions of the memory behind parameters of a call with donated arguments.
+"""Instructions that only inlined programs have. They name versions of the memory of donated arguments, before and after a call.
 
-The check reads them. They are neither parsed nor emitted.
+Only the check reads them. They are neither parsed nor emitted.
 """
 
 from dataclasses import dataclass
@@ -20,21 +20,22 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input: the current contents of the argument. Bytes that a result in donated memory has overwritten cannot be read by this name."""
+    """An input: the present contents of the argument. Once a result in donated memory has overwritten a byte, it cannot be read by this
+    name."""
 
     syntax = "%{out} = as_given %{src}"
 
 
 @dataclass(frozen=True)
 class TakeOver(_Parameter):
-    """A result in the memory of a donated argument: the contents that are written from now on."""
+    """A result in the memory of a donated argument: the contents that are written from here on."""
 
     syntax = "%{out} = take_over %{src}"
 
 
 @dataclass(frozen=True)
 class Returned(Instruction):
-    """End of a call. The whole result must have been written."""
+    """Marks the end of a call. The whole result must have been written."""
 
     src: Read
     syntax = "returned %{src}"

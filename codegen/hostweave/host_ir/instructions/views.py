@@ -1,4 +1,4 @@
-"""Instructions of the host IR that allocate memory or name a view of it."""
+"""Instructions of the host IR that allocate memory, or name a view of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hostweave.types.tensor import BufferType, row_major, strided, strides_of
 
 @dataclass(frozen=True)
 class Allocate(Instruction):
-    """Memory of this call, in the program's arena."""
+    """A temporary of a call, in the program's arena."""
 
     out: Allocated
     type: BufferType
@@ -25,7 +25,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True)
 class AllocateWindow(Allocate):
-    """Memory of this call that peers read and write. It has the same offset in the arena of every rank."""
+    """A temporary of a call that peers access. It has the same offset in the arena of every rank."""
 
     syntax = "%{out} = allocate_window {type}"
     in_window = True
@@ -39,7 +39,7 @@ class Deallocate(Instruction):
 
 @dataclass(frozen=True)
 class View(Instruction):
-    """A view of elements of a buffer. Costs pointer arithmetic at most."""
+    """A view of elements of a buffer. Costs at most pointer arithmetic."""
 
     out: Viewed
     src: Alias
@@ -48,7 +48,7 @@ class View(Instruction):
     def type_of(self, source: BufferType) -> BufferType:
         """Type of the view.
 
-        Raises ValueError if the source cannot be viewed so.
+        Raises ValueError if the source has no such view.
         """
         raise NotImplementedError
 
@@ -57,16 +57,16 @@ class View(Instruction):
 
     @property
     def offset(self) -> Expr:
-        """Start along the dim, in units of `stride`."""
+        """First element of the view, in units of `stride`."""
         return Const(0)
 
     def stride(self, source: BufferType) -> Size:
-        """Elements per unit of `offset`."""
+        """Number of elements per unit of `offset`."""
         return Size()
 
 
 class PartialView(View):
-    """A view of some indices of a dim."""
+    """A view of some indices of one dim."""
 
     dim: int
 
@@ -84,7 +84,7 @@ class PartialView(View):
 
 @dataclass(frozen=True)
 class Select(PartialView):
-    """One index of a dim, which is dropped. Pointer arithmetic."""
+    """The source at one index of a dim. The view lacks the dim. Costs pointer arithmetic."""
 
     dim: int
     index: Expr
@@ -104,7 +104,7 @@ class Select(PartialView):
 
 @dataclass(frozen=True)
 class Chunk(View):
-    """The index-th of `count` equal chunks of a dim. Pointer arithmetic."""
+    """Chunk `index` of `count` equal chunks of a dim. Costs pointer arithmetic."""
 
     dim: int
     index: Expr
@@ -132,7 +132,7 @@ class Chunk(View):
 
 @dataclass(frozen=True)
 class Slice(PartialView):
-    """`size` indices of a dim, starting at `start`. Pointer arithmetic."""
+    """`size` consecutive indices of a dim, starting at `start`. Costs pointer arithmetic."""
 
     dim: int
     size: Size
@@ -149,7 +149,7 @@ class Slice(PartialView):
 
 @dataclass(frozen=True)
 class Strided(Slice):
-    """`size` indices of a dim, starting at `start`, `step` apart. Pointer arithmetic."""
+    """`size` indices of a dim, starting at `start`, with distance `step`. Costs pointer arithmetic."""
 
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
@@ -167,7 +167,7 @@ class Strided(Slice):
 
 @dataclass(frozen=True)
 class Reshape(View):
-    """The same elements in the same order under another shape. Emits no code."""
+    """The same elements in the same order, with another shape. Emits no code."""
 
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
@@ -194,7 +194,7 @@ class Permute(View):
 
 @dataclass(frozen=True)
 class Choose(View):
-    """`src` if the condition is true, or else `other`, of the same type. A pointer selection."""
+    """`src` if the condition is true, otherwise `other`, which has the same type. Costs a pointer selection."""
 
     condition: Expr
     other: Alias
@@ -220,7 +220,7 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements under another shape. Each run of dims that is split or merged must be contiguous.
+    """Strides of the same elements with another shape. Each run of dims that is split or merged must be contiguous.
 
     A buffer without elements can have any strides.
     """
@@ -239,7 +239,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # grow the smaller side; if symbols hide which dim is smaller, extend the target first
+        while have != want:  # grow the smaller side; if symbols hide which side is smaller, extend the target first
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

@@ -8,25 +8,25 @@ from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
 
 class OneSided(Communication):
-    """An access to the window of a peer, or a signal that orders such accesses. `peer` is a rank number in the process group.
+    """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
 
-    Signals are counted per peer and number. The n-th wait for a peer and number, in the host's issue order, ends at the n-th signal.
-    Buffers that peers access are in windows, at the same offset on all ranks.
+    Signals are counted separately per peer and `signal`. In the host's issue order, the n-th wait ends at the n-th signal. Buffers that
+    peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
-    received_along: int | None = None  # dim of dst along which the peer's block is written
+    received_along: int | None = None  # dim of dst in which only the peer's block is written
 
 
 class Signalled(OneSided):
-    """An instruction that gives a signal or waits for one."""
+    """An instruction that sends a signal, or waits for one. `signal` is the number of the counter."""
 
     signal: int
 
 
 @dataclass(frozen=True)
 class Put(Signalled):
-    """Writes src to dst on the peer, then signals. src need not be in a window."""
+    """Writes src to dst on the peer, then sends a signal. src need not be in a window."""
 
     src: Read
     dst: RemoteWrite
@@ -39,7 +39,7 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = src on the peer. If ranks share a dim of dst, only the peer's block of dst is written, which may differ in size."""
+    """dst = src on the peer. With `received_along`, only the peer's block of dst is written. Blocks may differ in size."""
 
     src: RemoteRead
     peer: Expr
@@ -52,7 +52,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Signals the peer that it may read the buffer, or write it. The latter is a credit."""
+    """Tells the peer that it may read the buffer, or that it may write it. The latter is a credit."""
 
     signal: int
     peer: Expr
@@ -64,7 +64,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """The current stream waits for the peer's next signal of this number. The buffer may be used from then on."""
+    """The current stream waits for the peer's next signal with this number. After that, the buffer may be used."""
 
     signal: int
     peer: Expr

@@ -1,4 +1,4 @@
-"""State that the verifier's rules share: names and types of a program, and the context of an instruction."""
+"""State that the verifier's rules share: names and types of a program, and the context of the current instruction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ MAX_POOL = 2**16  # largest pool of streams or events
 
 @dataclass(frozen=True)
 class Scope:
-    """Context of an instruction."""
+    """Constructs that enclose an instruction."""
 
     in_stream: bool = False
-    condition: Expr | None = None  # innermost condition that depends on the rank
-    steps: Size | None = None  # trip count of a loop that may differ between ranks
+    condition: Expr | None = None  # innermost enclosing condition that depends on the rank
+    steps: Size | None = None  # trip count of an enclosing loop, if it may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -33,9 +33,9 @@ Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instructi
 
 @dataclass
 class Checker:
-    """Visits a program, and answers questions of its rules about buffers, sizes, meshes and expressions."""
+    """Visits a program, and keeps the facts about its buffers, sizes, meshes and expressions that rules ask for."""
 
-    program: ir.HostProgram  # the program, or a function as a program
+    program: ir.HostProgram  # the main program, or a function as a separate program
     rules: Mapping[type[tree.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
@@ -44,9 +44,9 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
+    windows: set[str] = field(default_factory=set)  # allocations and parameters that are in windows
     current: tree.Instruction | None = None
-    mesh: Mesh = field(init=False)  # mesh of the current `on` body, or the program's
+    mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or the program's mesh
 
     def __post_init__(self) -> None:
         self.mesh = self.program.mesh
@@ -87,7 +87,7 @@ class Checker:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
     def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
-        """Events belong to one body, so a wait cannot match a record of another body."""
+        """Checks that no two bodies use the same event. A wait must not match a record of another body."""
         users: dict[str, str] = {}
         for part in parts:
             for event in sorted(events_of(part.body)):
@@ -111,7 +111,7 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks donated inputs: each serves one output, which has the same dims in any order."""
+        """Checks donated inputs: each is reused by at most one output, which has the same dims in any order."""
         inputs, taken = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
@@ -124,7 +124,7 @@ class Checker:
             taken.add(parameter.memory)
 
     def once(self, names: Sequence[str], word: str) -> None:
-        """Checks that declared names are unique."""
+        """Checks that names are declared only once."""
         for name in names:
             if names.count(name) > 1:
                 self.fail(f"{word}{name} is declared twice: rename one")
@@ -160,7 +160,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """Checks a nested body. Definitions of the body go out of scope at its end."""
+        """Checks a nested body. Names that the body defines go out of scope at its end."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)
@@ -217,12 +217,13 @@ class Checker:
             self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
 
     def part(self, mesh: Mesh) -> None:
-        """Checks that a mesh has only ranks of the program."""
+        """Checks that all ranks of a mesh are ranks of the program."""
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks that its transport carries it and that all ranks that execute it are members."""
+        """Channel of a communication. Checks that its transport supports the communication, and that all ranks that execute it are
+        members."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
@@ -250,15 +251,15 @@ class Checker:
     def contiguous(self, *names: str, what: str = ", which communication needs") -> None:
         for name in names:
             if self.types[name].strides is not None:
-                self.fail(f"%{name} is not contiguous{what}: copy it to a buffer of its own first")
+                self.fail(f"%{name} is not contiguous{what}: copy it to a contiguous buffer first")
 
     def as_wanted(self, name: str, wanted: BufferType, what: str) -> None:
-        """Checks the dtype and shape of a buffer."""
+        """Checks the dtype and the shape of a buffer."""
         if (self.types[name].dtype, self.types[name].shape) != (wanted.dtype, wanted.shape):
             self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
-        """Checks the cuts of a tensor that a buffer holds."""
+        """Checks the cuts of the tensor that a buffer has."""
         for cut in cuts:
             self.size(cut.size)
         have, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
@@ -272,7 +273,7 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
 
     def known(self, size: Size) -> Size:
-        """Replaces local sizes by exact quotients if all ranks have equal shares."""
+        """Replaces each local size by an exact quotient, if all ranks have equal shards."""
         exact = dict[Factor, Size]()
         for part in size.factors:
             if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
@@ -280,13 +281,13 @@ class Checker:
         return size.replaced(exact)
 
     def alike(self, size: Size) -> Size:
-        """Renames local sizes so that they depend only on their size and the number of ranks."""
+        """Renames local sizes, so that two of them are equal if their global size and number of ranks are equal."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """A symbol of a size that no input or output determines, or None."""
+        """A symbol in a size that no input or output determines. None if there is none."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:

@@ -1,4 +1,4 @@
-"""Verifier rules of communications."""
+"""Verifier rules of communication instructions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. Checks that all its ranks execute a collective."""
+    """Channel of a communication. For a collective, checks that all ranks of the channel execute it."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -39,7 +39,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 
 
 def _usual(c: Checker, i: Any, size: int) -> None:
-    """Checks the reduction, and that both sides have equal sizes or one block per rank."""
+    """Checks the reduction, and that src and dst have equal sizes, or that one of them has one block per rank."""
     if isinstance(i, ir.Reduction):
         _reduction(c, i)
     if i.posts == "collective":
@@ -57,7 +57,7 @@ def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: i
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
-    """Number of elements of a rank's block in a buffer whose dim `along` the ranks share."""
+    """Number of elements of a rank's block, in a buffer whose dim `along` is split over the ranks."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
@@ -66,7 +66,8 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks equal sizes. Shares of one dim, on two meshes or along two axes of as many ranks, count as equal."""
+    """Checks that src and dst have equal sizes. Shards of one dim count as equal if they are on two meshes, or along two axes, of equally
+    many ranks."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)
@@ -126,11 +127,11 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
             c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
 
 
-MAX_SIGNAL = 63  # largest signal number
+MAX_SIGNAL = 63  # largest number of a signal counter
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that peers access only memory in windows."""
+    """Checks that peers access only memory in windows, and that src and dst have equal sizes."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")
@@ -145,7 +146,8 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
 
 
 def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
-    """Checks the launch of a kernel that begins with an all_reduce of its first input, and that its ranks' kernels support it."""
+    """Checks the launch of a kernel that begins with an all_reduce of its first input, and that kernels of the ranks can do this
+    all_reduce."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
     term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops
@@ -154,9 +156,9 @@ def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
         c.fail(f"@{i.kernel} must begin with the all_reduce of %{name}, and no other op may read %{name}: reorder it, or use launch")
     if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
         along = ", ".join(first[MESH_AXES].names)
-        c.fail(f"@{i.kernel} adds up along {along}: use the channel along these, of up to {ir.EXCHANGE_RANKS} ranks")
+        c.fail(f"the all_reduce of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")
     if first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED:
-        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, and kernels add up {', '.join(ir.EXCHANGED)}: use all_reduce")
+        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, and kernels only sum {', '.join(ir.EXCHANGED)}: use all_reduce")
 
 
 RULES: dict[type[tree.Instruction], Rule] = {

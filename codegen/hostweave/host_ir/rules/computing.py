@@ -1,4 +1,4 @@
-"""Verifier rules of memory, views, matmuls, kernels and copies."""
+"""Verifier rules of memory, views, matmuls, attention, kernels and copies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
 
 
 def _window(c: Checker, i: ir.Allocate) -> None:
-    """Checks that all ranks allocate a window with the same size, so that its offset is the same."""
+    """Checks that all ranks allocate a window of the same size, so that its offset is the same on all ranks."""
     if c.mesh != c.program.mesh:
-        c.fail(f"on {c.mesh} the window would have another offset than on other ranks: allocate it on all ranks")
+        c.fail(f"only {c.mesh} allocates the window, so its offset would differ between ranks: allocate it on all ranks")
     if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
-        c.fail(f"%{i.out} may have other sizes on other ranks, so the window's offset would differ: use sizes that divide")
+        c.fail(f"the size of %{i.out} may differ between ranks, so the window's offset would differ: use sizes that divide")
 
 
 def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
@@ -55,7 +55,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # f32 scales: rows of scales of 128 x 128 blocks start at multiples of this
+PADDED = 4  # in f32 scales; rows of scales of 128 x 128 blocks start at multiples of this
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
@@ -64,7 +64,7 @@ def lies_along(type: BufferType, dim: int) -> bool:
 
 
 def _scaled(c: Checker, i: ir.Matmul) -> None:
-    """Checks that operands and scales have a layout that cuBLASLt supports."""
+    """Checks that operands and scales have a memory layout that cuBLASLt supports."""
     if len(i.scales) != 2:
         c.fail(f"{len(i.scales)} scales are given, not 2: name the scales of %{i.a}, then those of %{i.b}")
     a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))
@@ -124,7 +124,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
 
 
 def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
-    """Checks a product of groups of rows."""
+    """Checks a grouped matmul."""
     x, y, starts, ends, dst = (c.types[name] for name in (i.x, i.other, i.starts, i.ends, i.dst))
     if why := why_not_grouped(x, y, starts, ends, i.is_outer):
         c.fail(why)
@@ -141,7 +141,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """Checks an epilogue: only what cuBLASLt supports for every size."""
+    """Checks an epilogue: allows only those that cuBLASLt supports for every size."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("at most one buffer and one bias can be added: add the others before")
@@ -149,7 +149,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
         c.same_dtype(name, i.dst)
         c.same_shape(name, i.dst)
         if c.types[name] != dst:
-            c.fail(f"%{name} has another memory layout than %{i.dst}: copy it to a buffer with the same layout")
+            c.fail(f"the memory layouts of %{name} and %{i.dst} differ: copy it to a buffer with the same layout")
     for name in i.bias:
         wanted = BufferType(dst.dtype, dst.shape[-1:])
         c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
@@ -161,8 +161,8 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Reason why a matmul cannot have a bias or activation as its epilogue, or "". It must be a single matrix product with whole
-    rows."""
+    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". It must be one matrix product, whose rows have equal
+    distances in memory."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if a.dtype.itemsize == 1 and dst.dtype.name == "f32":
@@ -236,7 +236,7 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
 
 
 def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
-    """Checks a bias, or the offsets of packed sequences."""
+    """Checks the bias, or the offsets of packed sequences."""
     q, k = (unsharded(c.types[name]) for name in (i.q, i.k))
     for name in i.bias:
         if why := why_no_bias(q, k, unsharded(c.types[name])):
@@ -257,7 +257,7 @@ def _is_grouped(heads: Size, groups: Size) -> bool:
 
 
 def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
-    """Shape that two shapes broadcast to under NumPy's rules, or None."""
+    """Shape that two shapes broadcast to by NumPy's rules, or None."""
     rank, one = max(len(a), len(b)), Size()
     padded = zip((one,) * (rank - len(a)) + a, (one,) * (rank - len(b)) + b, strict=True)
     result = [x if y == one else y if x in (one, y) else None for x, y in padded]

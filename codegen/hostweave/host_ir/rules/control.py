@@ -35,7 +35,7 @@ def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
 
 
 def _event(c: Checker, i: ir.Record | ir.Wait | ir.Mark, scope: Scope) -> None:
-    """Accepts records, waits and marks on any stream."""
+    """Records, waits and marks are allowed on any stream."""
 
 
 def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
