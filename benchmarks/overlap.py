@@ -8,7 +8,8 @@ alone, the communication alone, torch in sequence, and torch's fused operators. 
 registered windows, and for all-gathers with NCCL's copy engines (zero CTAs). Last come our program in a CUDA graph, and our program with
 the gathered tensor in a window, as in the hand-written code. These two and torch use one process per GPU, all others one thread per GPU.
 Random bf16 data. Arguments are names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32 for the hand-written code alone, in lib and
-include, if the installed one is older.
+include, if the installed one is older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package
+nvidia-cublasmp-cu13, FOLDER is site-packages/nvidia/cublasmp/cu13.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
 WAIT = 2_000_000  # cycles before each call of torch, to hide its host time, as for Hostweave's calls
 SMALL = 512  # rows; no hand-written code below
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
-NCCL = "nccl="
+NCCL, CUBLASMP = "nccl=", "cublasmp="
 IN_TORCH = "torch in sequence"
 WINDOWS, COPY_ENGINES = f"{IN_TORCH}, NCCL's windows", f"{IN_TORCH}, NCCL's copy engines"
 
@@ -77,12 +78,14 @@ CASES = (
 
 def main() -> None:
     print_machine()
-    words = [word for word in sys.argv[1:] if not word.startswith(NCCL)]
-    nccl = next((Path(word.removeprefix(NCCL)) for word in sys.argv[1:] if word.startswith(NCCL)), None)
+    words = [word for word in sys.argv[1:] if not word.startswith((NCCL, CUBLASMP))]
+    nccl, cublasmp = (
+        next((Path(word.removeprefix(name)) for word in sys.argv[1:] if word.startswith(name)), None) for name in (NCCL, CUBLASMP)
+    )
     ranks, cases = len(gpus()), [case for case in CASES if case.name in words or not words]
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
-        by_hand = pool.submit(_built_by_hand, cases, nccl)
+        by_hand = pool.submit(_built_by_hand, cases, nccl, cublasmp)
         in_windows = [chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
         list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
@@ -106,10 +109,11 @@ def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice:
     def best_of(*kinds: str) -> tuple[float, str]:
         return min(((ms, name) for name, ms in hand.items() if name.startswith(kinds)), default=(float("nan"), "not here"))
 
-    (best, best_name), (asked, asked_name) = best_of("put", "pull"), best_of("signalled")
+    (best, best_name), (asked, asked_name), (library, library_name) = best_of("put", "pull"), best_of("signalled"), best_of("cuBLASMp")
     taken, none = (statistics.median(times[name][0]) for name in (choice.taken.name, "none"))
     by_hand = f"{taken / best:.2f} x by hand, {best:.3f} ({best_name}), {taken / asked:.2f} x with signals, {asked:.3f} ({asked_name})"
-    print(f"{case}: ours {spread(times[choice.taken.name][0])} by {choice.taken.name}: {taken / none:.3f} x none, {by_hand}")
+    by_library = f", {library / taken:.2f} x cuBLASMp, {library:.3f} ({library_name})" if library == library else ""
+    print(f"{case}: ours {spread(times[choice.taken.name][0])} by {choice.taken.name}: {taken / none:.3f} x none, {by_hand}{by_library}")
     predicted = {way.name: way.micros / 1e3 for way in choice.ways}
     columns = (f"{way} {statistics.median(ms):.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items())
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
@@ -188,7 +192,7 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def _built_by_hand(cases: list[Case], given: Path | None) -> tuple[Path, dict[str, str]] | None:
+def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
     """Hand-written executable and its environment, with the `given` NCCL; None if it cannot be built here or lacks this case."""
     if all(case.M <= SMALL for case in cases):
         return None
@@ -198,6 +202,9 @@ def _built_by_hand(cases: list[Case], given: Path | None) -> tuple[Path, dict[st
     includes = [f"-I{given / 'include'}", *includes] if given else includes
     blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
     libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
+    if cublasmp:
+        includes.append(f"-I{cublasmp / 'include'}")
+        libraries.append(str(cublasmp / "lib" / "libcublasmp.so.0"))
     linked = [word for library in libraries for word in ("-Xlinker", library)]
     command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o"]
 
@@ -205,7 +212,7 @@ def _built_by_hand(cases: list[Case], given: Path | None) -> tuple[Path, dict[st
         subprocess.run([*command, str(folder / BY_HAND.stem)], check=True, capture_output=True)
 
     try:
-        texts = [BY_HAND.with_suffix(end).read_text() for end in (".h", ".cu")]
+        texts = [path.read_text() for path in (BY_HAND, BY_HAND.with_suffix(".h"), BY_HAND.with_name("cublasmp.h"))]
         program = get_or_make(name_of(BY_HAND.stem, *texts, *command), make) / BY_HAND.stem
     except (OSError, subprocess.SubprocessError) as why:
         print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)

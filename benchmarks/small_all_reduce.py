@@ -1,4 +1,7 @@
-"""All-reduces of few rows with residual and norm, against torch: kernels of torch.compile, and all_reduces of NCCL or symmetric memory.
+"""All-reduces of few rows with residual and norm, against torch and FlashInfer.
+
+The peers in torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
+residual and norm; it runs if flashinfer-python is installed, which compiles it at its first use.
 
 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
 of the slowest rank: median of calls that all ranks start together after a kernel that spins, each variant in a CUDA graph; seeded random
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -30,6 +34,7 @@ SPIN = 1_000_000  # cycles for the host to enqueue
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
+FLASHINFER = {"one-shot": True, "two-shot": False}
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -37,12 +42,13 @@ Calls = dict[str, Callable[[], Any]]
 def main(all_rows: Sequence[int] = ROWS) -> None:
     ranks = len(gpus())
     times = list(times_on_ranks(partial(_calls, all_rows), ranks, REPETITIONS, SPIN))
-    for name in SYMMETRIC:
+    peers: dict[str, Any] = {f"torch {name}": partial(_symmetric_calls, name, all_rows) for name in SYMMETRIC}
+    for name, make in (peers | {"FlashInfer": partial(_flashinfer_calls, all_rows)}).items():
         try:
-            for row, peer in zip(times, times_on_ranks(partial(_symmetric_calls, name, all_rows), ranks, REPETITIONS, SPIN), strict=True):
+            for row, peer in zip(times, times_on_ranks(make, ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
-        except Exception as error:  # error of torch on a rank
-            print(f"torch {name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
+        except Exception as error:  # error of a rank
+            print(f"{name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
     for rows, row in zip(all_rows, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
 
@@ -131,6 +137,48 @@ def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) 
             _expect(f"torch {name}, {rows} rows", call(), wanted)
             yield {f"torch {name} in a graph": call}
         torch.compiler.reset()
+
+
+def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
+    """The same with FlashInfer's kernel of all-reduce, residual and RMSNorm, one-shot and two-shot."""
+    import torch
+    import torch.distributed as dist
+    from flashinfer import comm
+
+    torch.manual_seed(rank)
+    n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+    with redirect_stdout(None):  # it prints its addresses
+        _, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, max(all_rows), WIDTH, group=dist.group.WORLD)
+    unused = dict.fromkeys(("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
+    fixed = {"world_size": ranks, "world_rank": rank, "hidden_dim": WIDTH, "workspace_ptrs": workspace, "rms_gamma": n, "rms_eps": 1e-6}
+    kernel = partial(
+        comm.trtllm_allreduce_fusion,
+        launch_with_pdl=True,
+        trigger_completion_at_end=False,
+        fp32_acc=True,
+        pattern_code=comm.AllReduceFusionPattern.kARResidualRMSNorm,
+        **fixed,
+        **unused,
+    )
+    for rows in all_rows:
+        x, *factors = (torch.randn(1 + STEPS, rows, WIDTH, device="cuda") * 0.1).bfloat16()
+        dist.broadcast(x, 0)
+
+        def steps(is_one_shot: bool, x: Any = x, factors: Any = factors, rows: int = rows) -> Any:
+            term = x * factors[0]
+            for p in [*factors[1:], factors[0]]:
+                total, normed = torch.empty_like(x), torch.empty_like(x)
+                kernel(allreduce_in=term, token_num=rows, use_oneshot=is_one_shot, residual_in=x, residual_out=total, norm_out=normed)
+                x, term = normed, normed * p
+            return x
+
+        with torch.no_grad():
+            wanted = _in_torch(_first_term, _step, x, n, factors)
+            ways = {name: is_one_shot for name, is_one_shot in FLASHINFER.items() if is_one_shot or rows > ranks}  # its own condition
+            calls: Calls = {f"FlashInfer {name} in a graph": in_a_graph(partial(steps, is_one_shot)) for name, is_one_shot in ways.items()}
+            for name, call in calls.items():
+                _expect(f"{name}, {rows} rows", call(), wanted)
+            yield calls
 
 
 def _step_in_place(x: Any, total: Any, n: Any, p: Any, term: Any) -> Any:
