@@ -43,9 +43,8 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
     Lowers the program and verifies it after every pass. Then checks it for races and deadlocks, unless `options.check` disables that. No
-    C++
-    compiler is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the user's
-    source if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
+    C++ compiler is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the location in the
+    user's source if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -164,9 +163,8 @@ class Program:
         """Explains the compiler's choices.
 
         Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. Each attention
-        has a
-        line that says whether it is one library call. Raises ProgramError if the program was compiled from host IR, for which the compiler
-        chooses nothing.
+        has a line that says whether it is one library call. Raises ProgramError if the program was compiled from host IR, for which the
+        compiler chooses nothing.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -187,16 +185,12 @@ class Program:
         """Predicts the timeline of a call on all ranks of a machine. Nothing is built or run, so the machine need not exist.
 
         `sizes` are global sizes by name. Missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures for the
-        prediction, by
-        default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by name. The
-        cost
-        model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts take to enqueue is not
-        included.
-        Returns a report. `print` shows its totals, and `save("f.html")` writes it as a page.
+        prediction, by default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh
+        axes by name. The cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts
+        take to enqueue is not included. Returns a report. `print` shows its totals, and `save("f.html")` writes it as a page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide evenly, or if the program
-        cannot
-        run on that many ranks.
+        cannot run on that many ranks.
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
@@ -219,12 +213,9 @@ class Program:
         """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and checks the results.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
-        results
-        are compared with those of the fusion on random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for each part
-        that
-        the comparison does not cover: lines of the host program that did not run, and user kernels. Raises ProgramError for the first
-        fault, with
-        rank and instruction. Raises ArgumentError for sizes that the program does not have.
+        results are compared with those of the fusion on random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns a text for
+        each part that the comparison does not cover: lines of the host program that did not run, and user kernels. Raises ProgramError for
+        the first fault, with rank and instruction. Raises ArgumentError for sizes that the program does not have.
 
         Example: `program.check(M=8192, N=4096)`.
         """
@@ -242,15 +233,12 @@ class Program:
         """Returns a program with these inputs bound. Its calls take only the other inputs, by position or name.
 
         Bound arrays are checked once, so they add no cost to a call. For calls of the program they are local arrays of this rank, and for
-        `run`
-        they are global arrays. A call reads a bound array in place, and therefore sees later writes to it. `run` may instead keep each
-        rank's
-        block from its first call on. Both programs share memory and streams, and `close` closes both.
+        `run` they are global arrays. A call reads a bound array in place, and therefore sees later writes to it. `run` may instead keep
+        each rank's block from its first call on. Both programs share memory and streams, and `close` closes both.
 
         Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array with a wrong dtype,
-        number of
-        dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the first
-        call.
+        number of dims, fixed size, layout or device, or with requires_grad. Checks that depend on the rank or on other inputs follow at the
+        first call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -269,20 +257,16 @@ class Program:
         `hw.init`.
 
         `arrays` are inputs in order, and `named` are other inputs by name. They are contiguous local blocks on the rank's device, and are
-        not
-        copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write the
-        outputs
-        to. They must not overlap each other or the inputs. `group` is the default group if it is not given.
+        not copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write
+        the outputs to. They must not overlap each other or the inputs. `group` is the default group if it is not given.
 
         If ranks are processes, each rank assumes that sharded dims are even. If they are not, `sizes` gives global sizes by name: those of
-        uneven
-        dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for it, and gets None
-        for
-        such an output.
+        uneven dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for it, and gets
+        None for such an output.
 
         On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library. By default that is the current
-        stream of
-        the arrays' library. The call is ordered with other work on that stream. On the CPU target the call returns when its work is done.
+        stream of the arrays' library. The call is ordered with other work on that stream. On the CPU target the call returns when its work
+        is done.
 
         Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, in this call or in an earlier
         one.
@@ -304,18 +288,14 @@ class Program:
         collective.
 
         Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same input
-        arrays and
-        writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive. Its
-        temporaries
-        stay in place if later calls have larger sizes. The CPU target behaves in the same way.
+        arrays and writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive.
+        Its temporaries stay in place if later calls have larger sizes. The CPU target behaves in the same way.
 
         All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
-        Capturing
-        one-sided communication needs NCCL 2.30.7 or later.
+        Capturing one-sided communication needs NCCL 2.30.7 or later.
 
         The caller may also capture by other means, such as `torch.cuda.graph`, and call the program during that capture. The call becomes
-        part of
-        the caller's graph. An earlier call with arrays of the same shapes must have been made.
+        part of the caller's graph. An earlier call with arrays of the same shapes must have been made.
 
         Raises the errors of a call. Raises CaptureError if the call cannot be captured; the group remains usable.
 
@@ -328,11 +308,9 @@ class Program:
         """Prepares the rank of this process or thread for calls at each of these global sizes. It is collective.
 
         A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
-        After
-        `prepare`, calls at these sizes do none of this, in whatever order they come. Each matmul keeps the plans of its last 4096 shapes,
-        and
-        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then assumed to
-        be even.
+        After `prepare`, calls at these sizes do none of this, in whatever order they come. Each matmul keeps the plans of its last 4096
+        shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then
+        assumed to be even.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -344,10 +322,9 @@ class Program:
         """Runs all ranks in this process on global arrays, given by position or name, and waits for the result.
 
         Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
-        outputs, as
-        arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every rank. An
-        output on a
-        mesh without the rank is None. Raises ArgumentError for arrays that do not fit, and ExecutionError if a rank fails or times out.
+        outputs, as arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every
+        rank. An output on a mesh without the rank is None. Raises ArgumentError for arrays that do not fit, and ExecutionError if a rank
+        fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -361,8 +338,7 @@ class Program:
         """Makes several calls with arrays of equal shapes. The host enqueues each call without waiting for the previous one to finish.
 
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. A missing dependency then shows
-        as NaN.
-        Returns a list with the results of each call, in the form of `run(ranks=True)`.
+        as NaN. Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
             return []
@@ -383,10 +359,8 @@ class Program:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
         Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
-        mark costs
-        a few microseconds. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report shows the
-        one with
-        the median time. `machine` has the figures for the prediction, by default those of the options.
+        mark costs a few microseconds. Other calls of the program have no marks. `repetitions` calls follow `warmups` calls, and the report
+        shows the one with the median time. `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does.
 
@@ -408,17 +382,13 @@ class Program:
         """Returns the program as a JAX function for use inside jax.jit. It is an XLA custom call on the only device of this process.
 
         The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
-        have
-        called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Independent calls run in the order of the jitted
-        function, which is the same in all processes. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a
-        program that
-        computes gradients.
+        have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Independent calls run in the order of the
+        jitted function, which is the same in all processes. The function has no gradient and no batching rule. Use jax.custom_vjp to attach
+        a program that computes gradients.
 
         Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if JAX has several devices in this
-        process or
-        none of the target, if the program donates inputs, and at trace time for arrays of wrong dtype or shape. Errors of a call are raised
-        by JAX,
-        with the same message.
+        process or none of the target, if the program donates inputs, and at trace time for arrays of wrong dtype or shape. Errors of a call
+        are raised by JAX, with the same message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """
@@ -431,12 +401,9 @@ class Program:
         """Writes a CMake project that builds and runs the program without Python, on either target.
 
         The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
-        "cuda", the
-        folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from it, which does not need
-        Hostweave.
-        Raises ArgumentError if the folder cannot be written, or has other files with the names of the project's files. Raises ProgramError
-        if an op
-        of the program has no C++.
+        "cuda", the folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from it, which does not
+        need Hostweave. Raises ArgumentError if the folder cannot be written, or has other files with the names of the project's files.
+        Raises ProgramError if an op of the program has no C++.
 
         Example: `program.export("ag_matmul/")`.
         """

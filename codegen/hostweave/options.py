@@ -23,30 +23,22 @@ class Options:
 
     - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
     - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. By default this
-      is
-      done for meshes of up to 16 ranks.
+      is done for meshes of up to 16 ranks.
     - `sizes`: typical sizes of dims by name. Other sizes count as 4096. If a tensor can be resharded in several ways, the compiler chooses
-      the
-      one that moves the fewest bytes at these sizes.
+      the one that moves the fewest bytes at these sizes.
     - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
-      known
-      for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at the
-      typical
-      sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles. All sizes
-      must then be stated. "off" runs all communication in sequence. A `.stream(...)` in the program is always obeyed. If a chosen loop does
-      not
-      divide the sizes of a call, that call runs in sequence. `Program.explain` shows the choices.
+      known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
+      the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
+      All sizes must then be stated. "off" runs all communication in sequence. A `.stream(...)` in the program is always obeyed. If a chosen
+      loop does not divide the sizes of a call, that call runs in sequence. `Program.explain` shows the choices.
     - `ways`: overrides choices of the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
       means sequential execution.
     - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else
-      the
-      figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
+      the figures of H100 or H200, selected by the name of the GPU. Other GPUs use the figures of H200, and `Program.explain` reports this.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
-      rounds
-      its partial sum to the dtype of the result.
+      rounds its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls round their operands to TF32, which has 10 bits of mantissa, and accumulate in f32. This is several times faster
-      on
-      tensor cores. The CPU target computes in f32.
+      on tensor cores. The CPU target computes in f32.
     - `transport`: how bytes travel between ranks.
       - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
       - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are stream
@@ -58,33 +50,29 @@ class Options:
 
       With peer or one_sided, chunk loops are on the mesh of all ranks. Their algorithm is put or ring, or each chunk is a slice of every
       rank's shard.
+
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in
       windows.
+
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
-      earlier
-      call. Later calls with these arrays launch the graph. Use it for programs of many short operations, whose time is dominated by the
-      host.
-      By default no call is captured automatically.
+      earlier call. Later calls with these arrays launch the graph. Use it for programs of many short operations, whose time is dominated by
+      the host. By default no call is captured automatically.
 
       Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
       gives them, or if the library's allocator returns memory that was freed.
 
       With transport one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls 3, 5, 9, 17 and
-      so
-      on, at least every 4096 calls. If nearly all calls since the last decision had repeated arrays on every rank, calls are graphs until
-      the next decision, even with new arrays.
+      so on, at least every 4096 calls. If nearly all calls since the last decision had repeated arrays on every rank, calls are graphs
+      until the next decision, even with new arrays.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
       instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the algorithms. All
-      ranks
-      use the same ones. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one algorithm, so
-      nothing
-      is measured there.
+      ranks use the same ones. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one algorithm,
+      so nothing is measured there.
     - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the
-      store.
-      Ranks that are threads always do this.
+      store. Ranks that are threads always do this.
 
     Raises ProgramError for an invalid `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
 
