@@ -319,7 +319,7 @@ def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> L
 
 
 def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]:
-    """Returns the array with the reduced dims as its last one, and the shape of the result."""
+    """The array with the reduced dims merged into its last dim, and the shape of the result."""
     axes = inner_axes(axis, x.ndim)
     whole = x.parts[0].shape
     kept = [i for i in range(1, len(whole)) if i not in axes]
@@ -330,7 +330,7 @@ def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]
 
 
 class _Add:
-    """numpy.add: the sum, and `at`, which adds at indices."""
+    """numpy.add, with its method `at`, which adds at indices."""
 
     def __call__(self, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
@@ -343,7 +343,7 @@ class _Add:
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         added = x.like(y)
-        if added.lanes > x.lanes:  # x has one lane, and is written in place
+        if added.lanes > x.lanes:  # x has one lane, and is modified in place
             raise Apart
         for part, new in zip(x.parts, added.parts, strict=True):
             np.add.at(part, key, new)
@@ -352,7 +352,7 @@ class _Add:
 
 
 class _Bits:
-    """numpy.bitwise_and and its like: a function of two operands, and its reduction."""
+    """A bitwise ufunc such as numpy.bitwise_and, with its method `reduce`."""
 
     def __init__(self, name: str):
         self.function = getattr(np, name)
@@ -368,7 +368,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements are equal: they are the same number, computed in two ways."""
+    """Compares shadows. Numbers with equal elements count as equal: they are the same number, computed in two ways."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

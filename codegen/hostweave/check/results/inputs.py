@@ -1,4 +1,5 @@
-"""Random inputs of a fusion: floats of the field, and integers over the whole range of the sizes that they steer."""
+"""Random inputs of a fusion: random elements of the field for floats, and random integers. Integers that ops use as positions or lengths
+cover their whole valid range."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
-OTHERS = range(3)  # values of integers that steer nothing
+OTHERS = range(3)  # values of integers that no op uses as positions or lengths
 ANY, PLACES, STARTS, LENGTHS, OFFSETS, ENDS = "any", "places", "starts", "lengths", "offsets", "ends"
 
 
 def random_inputs(
     fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, steering: Mapping[str, tuple[str, int]]
 ) -> dict[str, Lanes]:
-    """Returns global inputs with one lane per seed. The shadow of a float is independent of its element."""
+    """Global inputs with one lane per seed. The shadow of a float is independent of its element."""
     random = np.random.default_rng(39)
     return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
@@ -35,7 +36,7 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow = random.standard_normal(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs: abs negates negative numbers
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs, because abs negates only negative numbers
         return functions.real.exactly(shadow, random.integers(1, PRIME, shape, np.uint64))
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
@@ -53,7 +54,7 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
 
 
 def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """Returns the role and the bound of each integer input that holds positions, lengths or offsets."""
+    """The role and the upper bound of each integer input that has positions, lengths or offsets."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, most in _steering(fusion, sizes):
         before = found.get(name, (role, most))
@@ -62,8 +63,8 @@ def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]
 
 
 def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, role and bound of each value that steers an op. If an op only moves elements, its operand is named instead of its
-    result."""
+    """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value only moves elements of
+    another value, yields that one instead."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

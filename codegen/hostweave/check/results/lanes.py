@@ -1,11 +1,11 @@
-"""Arrays in several lanes, one for each rank and seed.
+"""Arrays with several lanes: one lane per rank and seed.
 
 The lane is the first dim of every part. Shapes and axes do not include it. A function that branches on a value, such as `int(x)`, raises
-Apart. `apply` then calls it for one lane after another.
+Apart. `apply` then calls it for each lane separately.
 
-Integers and bools are exact. A float is a `Real`, which has two parts. The shadow, in f64, decides comparisons, maxima, orders, casts to
-integers and infinities. The element of a finite field is random and independent of the shadow. Its sums and products are exact. Functions
-that the field does not have, such as sqrt, are random functions of the element.
+Integers and bools are exact. A float is a `Real`, which has two parts. The first is the shadow, in f64. It decides comparisons, maxima,
+orders, casts to integers and infinities. The second is an element of a finite field, random and independent of the shadow. Its sums and
+products are exact. Functions that the field lacks, such as sqrt, are random functions of the element.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-NEAR = 1e-9  # largest rounding error of a shadow that represents an integer
+NEAR = 1e-9  # largest rounding error of a shadow that is meant to be an integer
 
 
 class Apart(Exception):
-    """Raised by a function that branches on a value. Its lanes must then be computed one after another."""
+    """Raised by a function that branches on a value. It must then be called for each lane separately."""
 
 
 class Lanes:
-    """An array in each lane. A constant has one lane, which is used for all."""
+    """An array with lanes. A constant has one lane, which stands for all."""
 
     __slots__ = ("parts",)
     __array_ufunc__ = None
-    functions: ClassVar[Any]  # the functions of functions.py
+    functions: ClassVar[Any]  # the object that functions.py defines
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, *parts: Part):
@@ -63,18 +63,18 @@ class Lanes:
 
     @property
     def value(self) -> Part:
-        """The part that decides comparisons: the shadow of a float."""
+        """The part that decides comparisons. For a float, this is the shadow."""
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """Applies a function that moves elements to all parts."""
+        """Applies a function that only moves elements to all parts."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
         return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
 
     def alone(self) -> Part:
-        """Returns the value of the only lane. Raises Apart if there are several."""
+        """The value of the only lane. Raises Apart if there are several lanes."""
         if self.lanes > 1:
             raise Apart
         value: Part = self.value[0]
@@ -129,10 +129,10 @@ class Lanes:
         raise NotImplementedError
 
     def differs(self, other: Lanes) -> Part:
-        """Returns True at the elements that differ."""
+        """True for each element that differs."""
         raise NotImplementedError
 
-    # Operators, by the functions of functions.py.
+    # Operators call the functions of functions.py.
     def __neg__(self) -> Any:
         return self.functions.negative(self)
 
@@ -182,7 +182,7 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats: a shadow, and an element of the field. `exp` is a random function whose value at 0 is 1."""
+    """Floats. Each has a shadow and an element of the field. `exp` is a random function whose value at 0 is 1."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
@@ -209,7 +209,7 @@ class Real(Lanes):
 
     @classmethod
     def exactly(cls, shadow: Part, element: Part) -> Self:
-        """Returns numbers that carry nothing besides shadow and element."""
+        """Numbers that consist only of a shadow and an element."""
         return cls(shadow, element)
 
     @property
@@ -225,7 +225,7 @@ class Real(Lanes):
         with np.errstate(all="ignore"):
             return Exact(np.trunc(snapped(self.value)).astype(np.int64).astype(dtype))
 
-    # --- arithmetic: `self` and `other` of one kind and number of dims ---
+    # --- arithmetic: `self` and `other` have the same class and the same number of dims ---
 
     def added(self, other: Real) -> Real:
         return Real(self.value + other.value, field.sum_of(self.element, other.element))
@@ -246,7 +246,7 @@ class Real(Lanes):
         return self.moduli(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
 
     def moduli(self, function: Callable[..., Part]) -> Real:
-        """Applies a sum to all parts."""
+        """Applies a linear function with small integer coefficients, such as a sum, to all parts."""
         return Real(function(self.value), field.reduced(function(self.element)))
 
     def exp(self) -> Real:
@@ -258,16 +258,16 @@ class Real(Lanes):
         return self.opaque("log", np.log(np.abs(self.value)))
 
     def opaque(self, word: str, shadow: Part, *others: Real) -> Real:
-        """Returns a random function of elements, with this shadow."""
+        """A random function of the elements, with this shadow."""
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
     def is_same(self, other: Real) -> Part:
-        """Returns True where two numbers are equal in the field."""
+        """True where two numbers are equal in the field."""
         same: Part = self.element == other.element
         return same
 
     def differs(self, other: Lanes) -> Part:
-        """Returns True at the elements that differ. Infinities and NaN are compared by their shadows."""
+        """True for each element that differs. Infinities and NaN are compared by their shadows."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
         differ: Part = ~np.where(is_finite, self.is_same(type(self)(*other.parts)), same)
@@ -275,14 +275,14 @@ class Real(Lanes):
 
 
 def snapped(shadow: Part) -> Part:
-    """Rounds shadows that are close to an integer to it."""
+    """Rounds shadows that are close to an integer."""
     with np.errstate(all="ignore"):
         nearest = np.rint(shadow)
         snapped: Part = np.where(np.abs(shadow - nearest) <= NEAR * (1 + np.abs(shadow)), nearest, shadow)
         return snapped
 
 
-# --- operands of one kind ---------------------------------------------------------------------------------------------
+# --- operands of the same class ---------------------------------------------------------------------------------------
 
 
 def is_float(x: Any) -> bool:
@@ -306,12 +306,12 @@ def reals(*xs: Any) -> list[Any]:
 
 
 def kind_of(xs: Iterable[Any]) -> type[Real]:
-    """Returns the class of floats with the most parts among the arrays."""
+    """The class of floats with the most parts among the arrays."""
     return max((type(x) for x in xs if isinstance(x, Real)), key=lambda kind: kind.count, default=Real)
 
 
 def values_of(*xs: Any) -> list[Any]:
-    """Returns the values of integers and bools. Python's numbers do not change, because they have no dtype."""
+    """Values of integers and bools. Python ints do not change, because they have no dtype."""
     known = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
     arrays = iter(aligned([x for x in known if isinstance(x, Lanes)]))
     return [next(arrays).value if isinstance(x, Lanes) else x for x in known]
@@ -322,7 +322,7 @@ def has_lanes(xs: Iterable[Any]) -> bool:
 
 
 def inner_axis(axis: int, ndim: int) -> int:
-    """The axis of a part."""
+    """The axis of a part, in which the lane is the first dim."""
     return axis % ndim + 1
 
 
@@ -332,7 +332,7 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all lanes at once, or for one lane after the other if it raises Apart."""
+    """Calls a function for all lanes at once. If it raises Apart, calls it for each lane separately."""
     try:
         return _in_lanes(function(*operands))
     except Apart:
@@ -342,14 +342,14 @@ def apply(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _in_lanes(result: Any) -> Any:
-    """Returns a constant as an array of one lane."""
+    """Converts a constant to an array with one lane."""
     if isinstance(result, tuple):
         return tuple(map(_in_lanes, result))
     return result if isinstance(result, Lanes) else Real.of(result) if is_float(result) else Exact.of(result)
 
 
 def joined_lanes(results: Sequence[Any]) -> Any:
-    """Concatenates the lanes of arrays, or of each element of tuples."""
+    """Concatenates the lanes of arrays, or of the arrays in tuples."""
     if isinstance(results[0], tuple):
         return tuple(joined_lanes(each) for each in zip(*results, strict=True))
     return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))

@@ -1,7 +1,7 @@
-"""Runs a host program on all ranks at once, in lanes. Ranks that reach one instruction with equal layouts execute it together.
+"""Runs a host program on all ranks in one process, in lanes. Ranks that reach an instruction with equal layouts execute it together.
 
-A rank runs until it waits for another one. The rank that has executed the fewest operations runs next, together with all ranks at the same
-instruction.
+A rank runs until it must wait for another rank. The rank that has executed the fewest operations runs next, together with all ranks that
+are at the same instruction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """The memory of all ranks, and the progress of each. `lanes` is the number of lanes of a rank: one per seed."""
+    """The memory and the progress of all ranks. `lanes` is the number of lanes per rank: one per seed."""
 
     def __init__(self, instances: Instances, met: Sequence[MatchedCollective], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
@@ -38,11 +38,13 @@ class FieldRanks:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
-        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # data that these deliver, already reduced if the collective reduces
-        self.values: dict[tuple[str, int], tuple[int, ...]] = {}  # values of the sizes that a kernel reads, by kernel and rank
-        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # ops of each kernel, by the values of its sizes
+        # for a tuple of senders: the data that they deliver, already reduced if the collective reduces
+        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}
+        self.values: dict[tuple[str, int], tuple[int, ...]] = {}  # (kernel, rank) -> values of the sizes that the kernel reads
+        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its sizes) -> its ops
         self.ran: set[tree.Instruction] = set()
-        self.watch: Callable[[int, Access, Lanes], None] | None = None  # gets the contents after each write of a rank to its own memory
+        # called with the contents after each write; a rank's index is that of the memory
+        self.watch: Callable[[int, Access, Lanes], None] | None = None
 
     # --- memory ---
 
@@ -54,7 +56,7 @@ class FieldRanks:
         return self.buffers[root]
 
     def put(self, ranks: Sequence[int], root: str, block: Lanes) -> None:
-        """Fills an input of ranks that hold the same block."""
+        """Fills an input on ranks that hold the same block."""
         layout = self.instances.roots[ranks[0]][root].layout
         if layout.in_order in ((), ((layout.count, 1),)):
             self.buffer(root).put(ranks, block)
@@ -66,7 +68,8 @@ class FieldRanks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """Returns the memory that the accesses of ranks name. All have one layout. Their buffers differ if their streams differ."""
+        """The memory that the accesses of these ranks name. All have the same layout. On different streams, ranks may use different
+        buffers."""
         regions = [access.region for access in accesses]
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         if len({(region.root, region.offset) for region in regions}) == 1:
@@ -74,7 +77,7 @@ class FieldRanks:
         return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
 
     def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
-        """Writes to the memory that the accesses of ranks name."""
+        """Writes `value` to the memory that the accesses of these ranks name."""
         self.view(ranks, accesses).fill(value)
         if watch := self.watch:
             for rank, access in zip(ranks, accesses, strict=True):
@@ -83,7 +86,7 @@ class FieldRanks:
     # --- control ---
 
     def run(self) -> None:
-        """Runs all ranks to the end of the call. Raises ExecutionError if they wait for one another."""
+        """Runs all ranks to the end of the call. Raises ExecutionError if they wait for each other."""
         queues = [_Queue(operations) for operations in self.instances.ranks]
         with np.errstate(all="ignore"):
             while left := [rank for rank, queue in enumerate(queues) if queue.now]:
@@ -98,24 +101,25 @@ class FieldRanks:
                     queues[rank].advance()
 
     def is_alike(self, queues: Sequence[_Queue], one: int, other: int) -> bool:
-        """True if two ranks do the same instruction on buffers of the same layouts, and their sizes have equal values in it."""
+        """True if two ranks are at the same instruction, its buffers have the same layouts, and the sizes that it uses have equal
+        values."""
         a, b = queues[one].now, queues[other].now
         if a is b or not a or not b:
             return a is b
         if queues[one].is_posted != queues[other].is_posted or (a.instruction is not b.instruction and a.instruction != b.instruction):
             return False
         if a.communications:
-            return True  # ranks send and receive one after another
+            return True  # sends and receives are executed rank by rank
         roots = self.instances.roots
         if a.instruction.packed and (roots[one] is not roots[other] or any(cut.local for cut in a.instruction.packed)):
-            return False  # depends on the sizes of a rank, and on the offset of its shard
+            return False  # depends on the sizes of the rank, and on the offset of its shard
         if any(self.values_of_sizes(name, one) != self.values_of_sizes(name, other) for name in tree.names(a.instruction, "launch")):
             return False
         layouts, others = ([access.region.layout for access in operation.accesses] for operation in (a, b))
         return layouts == others or [(x.shape, x.strides) for x in layouts] == [(y.shape, y.strides) for y in others]
 
     def values_of_sizes(self, name: str, rank: int) -> tuple[int, ...]:
-        """Returns the values of all sizes that the ops of a kernel read, for a rank."""
+        """Values, on this rank, of all sizes that the ops of a kernel read."""
         if (name, rank) not in self.values:
             ops = self.kernels[name].ops if name in self.kernels else ()
             sizes = [size for op in ops if OPS[op.kind].target in ("shape", "type") for size in op.result.type.shape]
@@ -124,7 +128,7 @@ class FieldRanks:
         return self.values[name, rank]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if a rank can go on: a communication posts its data at once, and ends when all of its sources have posted."""
+        """True if the rank can proceed. A communication posts its data immediately, and ends when all of its sources have posted theirs."""
         operation = queue.now
         assert operation
         if not operation.communications or (not queue.is_posted and not isinstance(operation.instruction, ir.OneSided)):
@@ -162,7 +166,7 @@ class FieldRanks:
                         self.fill([rank], [access], self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Lanes:
-        """Returns the elements that a communication brings to a rank, in order."""
+        """The elements that a communication delivers to a rank, in order."""
         instruction, sources = part.instruction, self.meeting_of[part].sources(part)
         if sources not in self.arrived:
             sent = [self.total(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
@@ -195,7 +199,7 @@ class FieldRanks:
             self.write([rank], [operation], self.launched(kernel, rank, reads))
 
     def move(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Copies from and to the memory of this rank or its peer, and gives the signal."""
+        """Copies between the memory of this rank and its peer, and sends the signal."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -204,7 +208,7 @@ class FieldRanks:
             self.posted[operation] = None
             self.ran.add(operation.instruction)
 
-    # --- what a rank computes ---
+    # --- computation on a rank ---
 
     def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         operation = operations[0]
@@ -236,7 +240,7 @@ class FieldRanks:
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
-        """Returns the ops of a kernel, bound to the sizes of a rank: results, functions, operands and dtypes."""
+        """Ops of a kernel for the sizes of a rank: the result's name, the function, the operands and the dtype of each."""
         key = name, self.values_of_sizes(name, rank)
         if key not in self.bound:
             self.bound[key] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
@@ -250,14 +254,14 @@ class FieldRanks:
 
     def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
         columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
-        if len(columns) > 1:  # a result may overwrite an operand of another one
+        if len(columns) > 1:  # a result may overwrite an operand that another result needs
             results = [result.copy() if isinstance(result, Lanes) else result for result in results]
         for column, result in zip(columns, results, strict=True):
             self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
 
 
 class _Queue:
-    """The operations of a rank in one call that compute or communicate, and its position in them."""
+    """The operations of a rank in one call that compute or communicate, and the current one."""
 
     def __init__(self, operations: Sequence[Operation]):
         self.left = iter(operations)
@@ -268,21 +272,21 @@ class _Queue:
     def step(self) -> None:
         self.is_posted, self.done, self.now = False, self.done + 1, None
         for operation in self.left:
-            if type(operation.instruction) is tree.Instruction:  # the next call
+            if type(operation.instruction) is tree.Instruction:  # the next call begins
                 return
             if operation.communications or operation.instruction.work:
                 self.now = operation
                 return
 
     def advance(self) -> None:
-        """Goes to the next operation. A communication takes two steps: it posts, then it receives."""
+        """Advances to the next operation. A communication takes two steps: it posts, then it receives."""
         if self.now and self.now.communications and not isinstance(self.now.instruction, ir.OneSided) and not self.is_posted:
             self.is_posted = True
         else:
             self.step()
 
     def awaited(self, meeting_of: Mapping[Operation, MatchedCollective]) -> Sequence[Operation]:
-        """Returns the communications that have to post before the operation ends."""
+        """The communications that must post before this operation can end."""
         assert self.now
         return [source for part in self.now.communications if part in meeting_of for source in meeting_of[part].sources(part)]
 
@@ -291,7 +295,7 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer of all ranks: each part is [rank, lane, element]. Unwritten elements are arbitrary: their shadows are NaN."""
+    """A buffer on all ranks. Each part is an array [rank, lane, element]. Unwritten elements are arbitrary, and their shadows are NaN."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
@@ -304,12 +308,12 @@ class FieldBuffer:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
 
     def put(self, ranks: Sequence[int], block: Lanes) -> None:
-        """Writes an array to the beginning of the memory of ranks, in order."""
+        """Writes an array to the beginning of the memory of these ranks, in order."""
         for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
             part[ranks, :, : block.size] = new.reshape(len(new), -1)
 
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
-        """Returns the memory of one layout at the same place on these ranks."""
+        """The memory with one layout, at the same offset on these ranks."""
         if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
             return Views([self.view([rank], offset, layout) for rank in ranks])
         key = ranks[0], len(ranks), offset, layout.shape, layout.strides
@@ -337,11 +341,11 @@ class FieldView:
         return self.array.lanes
 
     def read(self) -> Lanes:
-        """Returns the array, without a copy if it is one piece."""
+        """The array. It is not a copy if the memory is one array."""
         return self.array
 
     def fill(self, value: Lanes) -> None:
-        """Writes an array of the same number of elements, or one element everywhere."""
+        """Writes an array with the same number of elements, or one element to all positions."""
         for part, new in zip(self.array.parts, self.array.like(value).parts, strict=True):
             if new.shape[1:] != part.shape[1:]:
                 shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
@@ -350,7 +354,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different offsets on several ranks: the lanes of all ranks, concatenated."""
+    """Memory at different offsets on several ranks. Its lanes are those of all ranks, concatenated."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

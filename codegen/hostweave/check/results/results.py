@@ -1,4 +1,4 @@
-"""Compares the results of a host program with those of its fusion, for random numbers over a finite field (Schwartz 1980, Zippel 1979)."""
+"""Compares the results of a host program with those of its fusion, for random inputs over a finite field (Schwartz 1980, Zippel 1979)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MOST_SEEDS = 4, 12
-NEARLY = 1e-9  # equal in f64
-FEW = 2 * 10**4  # elements of all seeds
-MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements have two seeds with opposite signs, and one seed
+NEARLY = 1e-9  # relative difference of numbers that are equal in f64
+FEW = 2 * 10**4  # elements of all seeds together
+MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class Difference:
 
 
 def _seeds(elements: float) -> int:
-    """Returns the number of seeds: several for small programs, because a comparison with a wrong bound shows only for numbers between that
-    bound and the right one."""
+    """Number of seeds. Small programs have several: a comparison with a wrong bound shows only for numbers between the wrong and the right
+    bound."""
     if elements > MANY:
         return 1 if elements > VERY_MANY else 2
     return max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
 
 
 class Wanted:
-    """The results of a fusion for random inputs of some sizes."""
+    """The results of a fusion for random inputs, at given sizes."""
 
     def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
@@ -88,10 +88,10 @@ class Wanted:
 def difference(
     wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective], ran: set[tree.Instruction] | None = None
 ) -> Difference | None:
-    """Returns the first difference between a host program and its fusion, at the sizes of `wanted`.
+    """The first difference between a host program and its fusion, at the sizes of `wanted`.
 
-    In the first run exp is a random function. A program that joins softmaxes by their log-sum-exps differs in this run, so exp is a
-    homomorphism in a second one. A multiple of a joined log-sum-exp differs in both. It counts as equal if it is equal in f64.
+    In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps differs in this run, so in a second
+    run exp(a + b) = exp(a) exp(b). A multiple of a merged log-sum-exp differs in both runs. It counts as equal if it is equal in f64.
     """
     if _difference(wanted, instances, met, ran) is None:
         return None
@@ -101,8 +101,8 @@ def difference(
 
 
 def _uses_joined(program: ir.HostProgram) -> bool:
-    """True if anything but the gradients of attention reads log-sum-exps."""
-    whole: dict[str, str] = {}  # view -> its memory
+    """True if an instruction other than the backward pass of attention reads log-sum-exps."""
+    whole: dict[str, str] = {}  # view -> the buffer in whose memory it is
     made: set[str] = set()
     for i in tree.walk(program.body):
         whole.update({view: whole.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
@@ -129,17 +129,17 @@ def _difference(
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """A rank's block of an output, and the expected block."""
+    """A rank's block of an output, and the block that was expected."""
 
     name: str
     rank: int
     got: Lanes
     want: Lanes
-    block: tuple[Any, ...]  # index of its block in the global output
+    block: tuple[Any, ...]  # index of the block in the global output
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """Returns True at the elements whose shadows or integers differ."""
+        """True for each element whose shadow, or integer, differs."""
         got, want = self.got.value, self.want.value
         if want.dtype.kind != "f":
             return np.asarray(got != want)
@@ -147,7 +147,7 @@ class ComparedOutput:
         return np.asarray(~near)
 
     def difference(self, wanted: Wanted, at: Sequence[int]) -> Difference:
-        """Returns the difference of the element at a lane and an index."""
+        """The difference at one element. `at` is its lane and its index in the block."""
         seed, *index = at
         values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.got, self.want))
         places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
@@ -162,7 +162,7 @@ def computed_outputs(
     ran: set[tree.Instruction] | None = None,
     watch: Callable[[int, Access, Lanes], None] | None = None,
 ) -> Iterator[ComparedOutput]:
-    """Runs a host program on all ranks, and yields the block of each rank for each output."""
+    """Runs a host program on all ranks. Yields each rank's block of each output."""
     program, mesh = instances.program, instances.program.mesh
     ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
     ranks.watch = watch
@@ -175,12 +175,12 @@ def computed_outputs(
     for output, whole in zip(program.outputs, wanted.outputs, strict=True):
         found = ((rank, index, block) for index, block, holders in _blocks(output.type, mesh, whole) for rank in holders)
         for rank, index, block in sorted(found, key=lambda each: each[0]):
-            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of dims
+            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have the dims in another order
             yield ComparedOutput(output.name, rank, got, block, index, whole.shape)
 
 
 def _blocks(type: TensorType, mesh: Mesh, whole: Lanes) -> Iterator[tuple[tuple[Any, ...], Lanes, list[int]]]:
-    """Yields the index of each block of a tensor, the block, and the ranks that hold it."""
+    """Yields for each block of a tensor its index, the block, and the ranks that hold it."""
     of_tensor = type.mesh_in(mesh)
     axes = [axis for dim in type.dims for axis in dim.axes]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -191,31 +191,32 @@ def _blocks(type: TensorType, mesh: Mesh, whole: Lanes) -> Iterator[tuple[tuple[
         yield index, whole[index], ranks
 
 
-# --- a program at several sizes ---------------------------------------------------------------------------------------
+# --- comparison at several sizes -----------------------------------------------------------------------------------------
 
 Case = tuple[Sizes, Instances, Sequence[MatchedCollective]]  # a program at given sizes
-Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # names of the passes, each with the program after it
+Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # name of each pass, with the program after it
 
 
 class Results:
-    """The results of a host program, compared with those of its fusion at one size after another."""
+    """Compares the results of a host program with those of its fusion, at several sizes."""
 
     def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, most: float = inf):
-        """`most` bounds the work: sizes with more elements are skipped."""
+        """`most` is an upper bound of the work: sizes with more elements are skipped."""
         self.most = most
         self.fusion, self.program, self.stages = fusion, program, stages
         self.ran: set[tree.Instruction] = set()
         self.left_out: list[str] = []
 
     def compare_at_all(self, checked: Sequence[Case], has_stated_sizes: bool) -> None:
-        """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has cases of the proof of order."""
+        """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has the cases that the proof of order has
+        instantiated."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
         wanted: dict[tuple[tuple[str, int], ...], Wanted] = {}
         for sizes, instances, met in checked if has_stated_sizes else cases(self.fusion, self.program, known):
             self.compare(instances, met, wanted.setdefault(tuple(sizes.items()), Wanted(self.fusion, sizes)))
 
     def compare(self, instances: Instances, met: Sequence[MatchedCollective], wanted: Wanted) -> None:
-        """Raises ProgramError for the first element of an output that differs, and names the pass that introduced the difference."""
+        """Raises ProgramError for the first element of an output that differs. The error names the pass that introduced the difference."""
         if wanted.elements > self.most:
             at = "".join(f", {name}={size}" for name, size in wanted.sizes.items())
             self.left_out.append(f"the results{at}: {wanted.elements:.1e} elements are more than {self.most:.1e}")
@@ -238,17 +239,18 @@ class Results:
         raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
 
     def unchecked(self) -> tuple[str, ...]:
-        """Returns the sizes that were left out, the lines of the program that never ran, and the user's kernels."""
-        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # including the operations of groups
+        """Sizes that were skipped, lines of the program that never ran, and user kernels."""
+        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # including operations of groups
         lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if ran and line not in ran]
         return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
 
 
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
-    """Returns the program at the sizes at which its results are compared, and with the branches for much larger sizes.
+    """The program at the sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that ranks share unevenly come first. Others follow if they run further lines, or if blocks are packed: with as many blocks as
-    rows, packing is its own inverse. A fusion of many elements is not compared at larger sizes: its branches for them run at small sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if blocks are packed: with as many
+    blocks as rows, packing would equal its inverse. A fusion with many elements is not compared at larger sizes. The variant runs its
+    branches for these at small sizes.
     """
     near = NEAR if work(fusion, sizes_to_check(program, NEAR)[-1]) <= MANY else 1
     sizes = sizes_to_check(program, near)
@@ -275,19 +277,20 @@ def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
 
 @ir.analysis
 def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
-    """Instructions that compute or communicate, each by its line without values."""
+    """Maps the form without values to each instruction that computes or communicates."""
     return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Drops the values of expressions, which an execution adds to its instruction."""
+    """Replaces the values of expressions, which an execution writes into its instruction, by 0."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """Returns the pass that first changed a result, and the op of the first value that differs after it.
+    """The pass that first changed a result, and the op of the first value that differs after it.
 
-    The pass is "" if no stage has a different result. The op is None if no value differs that the fusion and the stage have under one name.
+    The pass is "" if no stage has a different result. The op is None if none of the values that have the same name before and after the
+    pass differs.
     """
     right = fusion
     for name, stage in stages:
@@ -295,16 +298,16 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
             if _is_wrong(fusion, stage, found):
                 return name, _first_wrong_value(right, stage, found)
         except (ExecutionError, ProgramError):
-            continue  # a stage that cannot run before later passes complete it
+            continue  # this stage cannot run before later passes complete it
         right = stage if isinstance(stage, Fusion) else right
     return "", None
 
 
-OpsByName = dict[str, tuple[Op, Lanes]]  # a name in an inlined host program -> the op that makes this value in a fusion
+OpsByName = dict[str, tuple[Op, Lanes]]  # name of a value after inlining -> the op that computes it in a fusion, and the value
 
 
 def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
-    """Values of a fusion and of the functions that it calls, by their names after inlining."""
+    """Values of a fusion and of its functions, by their names after inlining."""
     found: OpsByName = {}
     calls: Counter[str] = Counter()
 
@@ -319,7 +322,7 @@ def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
 
 @np.errstate(all="ignore")
 def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
-    """Returns the op of the first value that differs between a fusion and the program after the next pass."""
+    """The op of the first value that differs between a fusion and the program after the next pass."""
     wanted = Wanted(right, found.sizes, JOINED, found.seeds)
     values = _named_values(right, wanted)
     if isinstance(stage, Fusion):
@@ -327,7 +330,7 @@ def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Dif
             if name in values and got.shape == (want := values[name][1]).shape and got.differs(want).any():
                 return op
         return None
-    last: dict[tuple[str, int], bool] = {}  # (value, rank) -> True if the whole block is wrong, in the order of the last writes
+    last: dict[tuple[str, int], bool] = {}  # (value, rank) -> True if the rank's block is wrong, in the order of the last writes
 
     def watch(rank: int, access: Access, got: Lanes) -> None:
         if access.name not in values:
@@ -360,7 +363,7 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 
 def work(fusion: Fusion, sizes: Sizes) -> float:
-    """Returns the number of elements that all ops make. A hundred multiplications of a matmul count as one."""
+    """Number of elements that all ops compute. A hundred multiplications of a matmul count as one element."""
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
     types, of_functions = fusion.values(), dict[str, float]()
     for op in fusion.ops:

@@ -1,4 +1,4 @@
-"""Computes attention block by block while gathered keys arrive, if the gathers of its keys and values are streamed.
+"""Computes attention block by block as gathered keys arrive, if the all-gathers of the keys and values are streamed.
 
     %k_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%k, dim=1, axes=(cp))      # q: [H, S@cp, 64], k and v: [G, T@cp, 64]
     %v_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%v, dim=1, axes=(cp))
@@ -13,7 +13,7 @@ becomes
     %y_blocks: bf16[2, H, S@cp, 64] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.125, blocks=2)
     %y_lse: f32[2, H, S@cp] stream(0, 2) = attention_lse(%q, %y_keys, scale=0.125, blocks=2)
 
-and ops that join the blocks by their log-sum-exps. The keys and values of a rank travel together.
+followed by ops that merge the blocks by their log-sum-exps. The keys and values of a rank are sent together.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from hostweave.types.tensor import TensorType
 
 
 def attend_by_blocks(fusion: Fusion, options: Options) -> Fusion:
-    """Puts the attention into the loop of its gathers, if each chunk is one rank's block of keys."""
+    """Moves the attention into the loop of its all-gathers, if each chunk is one rank's block of keys."""
     found = [each for each in gathered_keys(fusion) if _is_by_blocks(each, fusion)]
     return _Attending(fusion, found).rewritten() if found else fusion
 
@@ -51,7 +51,7 @@ class _Attending(BlockWriter):
             self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
-        """Rewrites an attention or its log-sum-exps. The first of the two ops emits the blocks for both."""
+        """Rewrites an attention op or its log-sum-exp op. The first of the two also emits the blocks for the other."""
         self.op, name = op, keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)

@@ -1,4 +1,4 @@
-"""Splits causal attention of rows in zigzag into two calls: for each rank's first piece, and for its second piece."""
+"""Splits causal attention of rows in zigzag into two calls: one for the first pieces of all ranks, and one for the second pieces."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,21 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Dim of the rows in each operand, 0 for operands without rows: q, k, v, and the result, gradient and lse of a backward pass.
+# Dim of the rows in each operand, or 0 for operands without rows. The operands are q, k, v, and in a backward pass the result, gradient and
+# lse.
 ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
-    """Rewrites every attention whose mask depends on the position of rows in zigzag."""
+    """Rewrites every attention op whose mask depends on the position of rows in zigzag."""
     return _Halving(fusion).rewritten()
 
 
 class _Halving(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # halves of values along their rows; the first half of the keys, and all keys
+        # halves of a value along its rows; for keys, the first half of the columns, and all columns
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
@@ -69,7 +70,7 @@ class _Halving(OpRewriter):
         return self.size // (2 * self.ranks)
 
     def in_layout(self, name: str, needed: Layout) -> str:
-        """Reshards a value to the layout that the whole attention needs."""
+        """Reshards a value to the layout that the attention op needs."""
         if layout(self.types[name]) == needed:
             return name
         result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
@@ -83,7 +84,7 @@ class _Halving(OpRewriter):
         return self.halves[name, needed, rows]
 
     def rows(self, name: str, dim: int) -> tuple[str, str]:
-        """The rows of all first pieces, and the rows of all second pieces."""
+        """The rows of all first pieces, and those of all second pieces."""
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
@@ -98,7 +99,7 @@ class _Halving(OpRewriter):
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
 
     def join(self, halves: tuple[str, str]) -> None:
-        """Joins the results of both halves of the rows."""
+        """Joins the results of the two halves of the rows."""
         result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
         at = len(result.type.dims) + rows
         pieces = [self.reshaped(half, at, 1, (Size(self.ranks), ONE, self.piece), "piece") for half in halves]
@@ -108,7 +109,7 @@ class _Halving(OpRewriter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys. The first half of the rows contributes to the first half of the columns only."""
+        """Sums the gradients of the keys. The first half of the rows contributes only to the first half of the columns."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))

@@ -1,4 +1,4 @@
-"""Chooses chunk loops: the ops that share a loop, the chunking, and the schedules of its reshards.
+"""Forms chunk loops: chooses the ops that share a loop, the chunking, and the schedules of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -33,9 +33,9 @@ from hostweave.types.size import Size
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
-    """Puts the ops of each chunk loop into its region. Neighbours of the same iterations share a loop.
+    """Moves the ops of each chunk loop into a region. Adjacent ops with the same iterations share a loop.
 
-    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible ones.
+    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists those that are.
     """
     choice = _Choice(fusion, options)
     for op in fusion.ops:
@@ -47,7 +47,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, the dim of its result that the chunks cut, and its reshard step, if it is a reshard."""
+    """An op of a loop, the dim of its result that is chunked, and its reshard step if it is a reshard."""
 
     op: Op
     dim: int
@@ -59,7 +59,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """True for reshards except local slices, and for reductions over sharded dims, which need a reshard."""
+        """True for reshards other than local slices. Also true for reductions over sharded dims, which need a reshard."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -77,11 +77,11 @@ class _Choice:
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
-        self.rotations: dict[str, str | None] = {}  # for each streamed value, the rotation of its loop
-        self.joined: dict[str, list[_Member]] = {}  # for each streamed value, the ops that join its loop
+        self.rotations: dict[str, str | None] = {}  # streamed value -> the rotation of its loop
+        self.joined: dict[str, list[_Member]] = {}  # streamed value -> the ops that join its loop
 
     def choose(self, root: Op, stream: Stream) -> None:
-        """Chooses the loop of one value that the user streamed."""
+        """Chooses the loop of one streamed value."""
         if stream.algorithm and stream.algorithm not in NAMES:
             why = f"there is no algorithm={stream.algorithm!r}; {did_you_mean(stream.algorithm, NAMES)}"
             raise ProgramError(f"stream of %{root.result.name}: {why}", root.location)
@@ -105,10 +105,10 @@ class _Choice:
     # --- members of a loop ---
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications that lead to it, and the op that feeds the first of them.
+        """The streamed op, the communications that lead to it, and the op that feeds the first of these.
 
-        By shard, the search stops at a gather over the streamed dim: each step reads the shard of one rank. Across shards, all members must
-        have equally many shards. Values that are sharded differently are communicated before the loop.
+        By shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. Across shards, all
+        members must have equally many shards. Values that are sharded differently are communicated before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -123,7 +123,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Numbers of shards of the streamed dim, before and after a member."""
+        """Numbers of shards of the chunked dim, before and after a member."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
@@ -131,7 +131,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """Producers of the operands that can run in the loop, each with the other consumers that must join it."""
+        """Producers of the operands that can run in the loop, each with the other consumers that must join the loop."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
@@ -140,7 +140,7 @@ class _Choice:
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
             if OPS[member.op.kind].is_product and i > 1 and (op.kind != "all_gather" or op.result.type.dims[dim].size != rows):
-                continue  # scales are communicated before the loop, unless they are gathered with their rows
+                continue  # scales are communicated before the loop, unless they are gathered along the chunked rows
             producer = self.member(op, dim)
             if (beside := self.beside(producer, member)) is None:
                 continue
@@ -150,10 +150,11 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Other consumers of a communicated value that can join the loop. None if some op needs the value too early.
+        """Other consumers of a communicated value that must join the loop. None if one of them cannot join it.
 
-        A consumer must be streamed like the member, over the same dim of the value. Its other operands must be ready before the loop, or
-        come from the same iteration. Later ops without a stream read a gathered value after the loop.
+        A consumer must be streamed like `member`, over the same dim of the value. Its other operands must be available before the loop, or
+        computed in the same iteration. Consumers of a gathered value that come later and are not streamed need not join: they read the
+        value after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -163,7 +164,7 @@ class _Choice:
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
         here = self.place[member.name]
-        walked = {producer.name: producer.dim, member.name: member.dim}  # values made in the loop, with the dim that chunks cut
+        walked = {producer.name: producer.dim, member.name: member.dim}  # value computed in the loop -> the dim that is chunked
         found = []
         for op in others:
             stream = op.result.stream if op else None
@@ -179,11 +180,12 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if the caller reads the value, or an op outside of loops after the member."""
+        """True if the value is returned, or if an op after the member reads it outside of loops."""
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if the loop communicates nothing although its operand is gathered right before. The user asked to hide that gather."""
+        """Warns if a loop has no communication although its operand is gathered just before it. The user expected the loop to overlap with
+        that gather."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.producer.get(str(name)), indices.operand_dim(i, member.dim)
@@ -198,8 +200,8 @@ class _Choice:
     # --- loops with communication ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
-        """The chunking of the loop and the schedule of each reshard, as stated if that is possible. Empty if the loop has no
-        communication."""
+        """The chunking of the loop, and the schedule of each reshard. Follows the user's choice if that is possible. Empty if the loop has
+        no communication."""
         possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
             fitting = {name: [way for way in ways if way.chunking == step] for name, (_, ways) in possible.items()}
@@ -207,15 +209,15 @@ class _Choice:
             rotations, names = {way.rotation for way in by.values()}, {way.name for way in by.values()}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
                 return step, by
-        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a group of one rank communicates nothing
+        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a process group of one rank communicates nothing
         if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
         return "", {}
 
     def schedules(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Schedule]:
-        """Schedules that fit a reshard in the loop. Empty if the reshard moves the streamed dim's blocks.
+        """Schedules that support a reshard in the loop. Empty if the reshard moves blocks of the chunked dim between ranks.
 
-        Schedules by shard need a reshard of the streamed dim itself, and a number of chunks that is a multiple of the ranks.
+        Schedules by shard require a reshard of the chunked dim, and a number of chunks that is a multiple of the number of ranks.
         """
         if self.moves_streamed_dim(member, change):
             return []
@@ -237,7 +239,7 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True if a move between disjoint meshes sends each rank's whole local tensor to receivers that hold it whole."""
+        """True for a move between disjoint meshes in which each rank sends its whole local tensor, and receivers hold it as a whole."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
@@ -266,8 +268,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication: the chunking and rotation of the loop that computes an operand, so that
-        both loops fuse. Otherwise slices in order."""
+        """Chunking and rotation of a loop without communication. They are those of the loop that computes an operand, so that both loops
+        fuse. If there is none, the loop is across shards and has no rotation."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -282,7 +284,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of operands from which each step of this loop reads only its own chunk."""
+        """Chunking and rotation of loops that compute an operand, if each iteration of this loop reads only the same iteration's chunk."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -291,9 +293,9 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim that the loop or its reshard splits and that the ranks do not share evenly, or returns "".
+        """Describes a dim that the loop or its reshard splits, and that does not divide evenly. "" if there is none.
 
-        Symbolic sizes are checked once they are known.
+        A symbolic size is checked later, when it is known.
         """
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
@@ -305,14 +307,14 @@ class _Choice:
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
-        """Warns the user that there is no loop, because chunks would cover different rows on each rank."""
+        """Warns the user that no loop is formed, because chunks would cover different rows on each rank."""
         text = f"stream of %{root.result.name} overlaps nothing: {why}, so that there is no loop; pad the dim to a multiple"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
-        """All ops with their streams. Members of a loop move next to the streamed op, after everything that the loop reads."""
+        """All ops with their streams. The members of a loop move next to the streamed op, after all ops that the loop reads."""
         moved = {member.name for members in self.joined.values() for member in members}
         for op in self.ops:
             if op.result.name not in moved:
@@ -327,13 +329,14 @@ class _Choice:
 
 
 class _Loops:
-    """Puts streamed ops into loops: adjacent loops with the same steps, in which each step reads only results of the same step.
+    """Moves streamed ops into loops. Adjacent ops share a loop if they have the same iterations, and if each iteration reads only results
+    of the same iteration.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
         %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-    becomes %v, a view without cost, and then a loop of %h and %y. Views alone do not form a loop.
+    becomes %v, a view, which costs nothing, followed by a loop of %h and %y. Views alone do not form a loop.
     """
 
     def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
@@ -368,38 +371,38 @@ class _Loops:
         )
 
     def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if an op can join a loop. `alone` is the loop with only the op."""
+        """True if an op can join `loop`. `alone` is the loop that contains only the op."""
         flow, stream = self.flow, op.result.walked
         if replace(alone, ops=loop.ops) != loop or not self.walk_alike(alone, loop):
             return False
         fed = (user.result.stream for user in flow.consumers[op.result.name])
         if loop.by_block and (any(other and other.algorithm for other in fed) or (stream.algorithm and not self.moves_with(op, loop))):
-            return False  # a step can follow only one communication's rotation
+            return False  # an iteration can follow the rotation of only one communication
         for number, operand in enumerate(op.operands):
             if not isinstance(operand, str) or not loop.makes(operand):
                 continue
             produced = flow.values[operand].walked
             if flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-                return False  # reads beyond the chunk of its step
+                return False  # it reads beyond the chunk of its iteration
             is_communicated = loop.communication is not None and loop.communication.result.name == operand
             if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
-                return False  # the shard is complete only after the last step
+                return False  # the shard is complete only after the last iteration
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if a gather can move its shards together with the loop's gathers, since one op reads them all."""
+        """True if a gather can be communicated together with the loop's gathers, because one op reads all of them."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False
         return (step_of(op).axes, op.result.walked.algorithm) == (step_of(first).axes, first.result.walked.algorithm)
 
     def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if an op's chunks have the rows of the loop's chunks, or both have chunks of equal size."""
+        """True if the op's chunks have the same rows as the loop's chunks, or if all chunks have equal size."""
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
         return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))
 
 
 def _in_loop(op: Op) -> Stream:
-    """Fields of an op's stream that its loop does not state."""
+    """The part of an op's stream that its loop does not state."""
     return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)

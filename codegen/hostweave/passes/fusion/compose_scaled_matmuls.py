@@ -1,4 +1,4 @@
-"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering composes these of casts, a matmul and multiplications.
+"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering composes them of casts, a matmul and multiplications.
 
     %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t)      # a: f8e5m2[M, K], b: f8e5m2[K, N]
 
@@ -21,7 +21,7 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
-    """Adds the reason to each scaled matmul that is composed."""
+    """Adds the reason to each scaled matmul that must be composed."""
     types = {name: value.type for name, value in fusion.values().items()}
 
     def marked(op: Op) -> Op:
@@ -45,6 +45,6 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
 
 
 def _divides_not(size: Size, step: int) -> bool:
-    """True if `step` does not divide a known size, or some share of an int that ranks share unevenly."""
+    """True if `step` does not divide a size that is an int, or if a size is the shard of an int that does not divide evenly."""
     share = size.factor
     return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

@@ -1,4 +1,4 @@
-"""Decomposes every reshard into single collectives and local slices. Shares equal ones and removes identities.
+"""Decomposes every reshard into single collectives and local slices. Merges equal ones, and removes those without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -28,8 +28,8 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces every reshard by ops of ops.RESHARD_STEPS, whose attributes describe them completely. Takes the sequence that moves the
-    fewest bytes."""
+    """Replaces every reshard by reshard steps, whose attributes describe them completely. Chooses the sequence that moves the fewest
+    bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
@@ -39,9 +39,9 @@ class _Decomposition(OpRewriter):
         super().__init__(fusion)
         self.options, self.sizes = options, options.sizes
         self.types = {name: value.type for name, value in fusion.values().items()}
-        self.producer: dict[str, int] = {}  # value -> position of its op in `ops`
+        self.producer: dict[str, int] = {}  # value -> index of its op in `ops`
         self.consumers = consumers(fusion)
-        self.same: dict[str, str] = {}  # result of a reshard without effect, or of a repeated one -> the value to use
+        self.same: dict[str, str] = {}  # result of a reshard that has no effect or is a repetition -> the value to use instead
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
@@ -55,7 +55,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # a move to another mesh reads shards from their holders, so local slices before it are skipped
+        # A move to another mesh reads shards from the ranks that hold them. So local slices before the move are not needed.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
@@ -80,14 +80,15 @@ class _Decomposition(OpRewriter):
             self.done[source, op.result.type] = op.result.name
 
     def unread(self, source: str, wanted: TensorType) -> list[int]:
-        """Dims whose blocks on two meshes differ in size, if ranks move blocks by reading: a reader knows only one size for all blocks."""
+        """Dims whose blocks differ in size on two meshes, if the transport moves blocks by gets. A reader assumes one size for all
+        blocks."""
         transport = self.options.transport_carrying(MESSAGES, SIGNALS)
         if not transport or transport.carries >= MESSAGES:
             return []
         return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
 
     def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
-        """Moves a value to another mesh with these dims unsharded: gathered before, and cut after."""
+        """Moves a value to another mesh with these dims unsharded: they are gathered before the move, and sliced after it."""
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
@@ -95,7 +96,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
-        """Reshards to or from zigzag: the pieces are reordered on a mesh where each rank holds all of them."""
+        """Reshards to or from zigzag. The pieces are reordered where each rank holds all of them."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
@@ -111,7 +112,7 @@ class _Decomposition(OpRewriter):
         self.remove(op, self.resharded(op, source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
-        """Converts a dim from zigzag: gathers the shards, then moves the pieces to their positions."""
+        """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their positions."""
         axes = layout(self.types[source])[dim]
         ranks, piece = self.pieces(source, dim, axes)
         by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")
@@ -137,12 +138,12 @@ class _Decomposition(OpRewriter):
         return Size(ranks), self.types[source].shape[dim] // (2 * ranks)
 
     def by_shard(self, type: TensorType, dim: int, axes: Axes, pieces: tuple[Size, Size]) -> TensorType:
-        """Replaces a dim by the two pieces of a rank, and adds an outermost dim of the ranks."""
+        """Replaces a dim by two dims for the two pieces of a rank, and adds an outermost dim for the ranks."""
         ranks, piece = pieces
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """Reverses the second half along an axis: the first rank has the first piece of one half and the last piece of the other."""
+        """Reverses the second half along an axis. The first rank has the first piece of one half and the last piece of the other."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
@@ -155,7 +156,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits the value between two steps, once for equal ones."""
+        """Emits the value between two steps, or returns an equal value that was emitted before."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
@@ -164,9 +165,9 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. Its name and stream move to its producer, or to a copy if the producer cannot have them.
+        """Removes a reshard without effect. Its producer gets its name and stream. If the producer cannot have them, a copy gets them.
 
-        If the producer has other uses, this is done for a returned value only. The other uses then read the value by its new name.
+        If the producer has other uses, it is renamed only for a returned value. The other uses then read the value by its new name.
         """
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1
@@ -183,14 +184,14 @@ class _Decomposition(OpRewriter):
             self.use(op, source)
 
     def can_state(self, producer: Op, result: Value) -> bool:
-        """True if an op can take over the name and stream of a reshard."""
+        """True if the producer can have the name and stream of a reshard."""
         if producer.result.stream or producer.result.pinned:
             return False
         stream = result.stream
         return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
 
     def use(self, op: Op, source: str) -> None:
-        """Uses an existing value for the result of a reshard. Emits a copy only if the result is returned or streamed."""
+        """Uses an existing value in place of the result of a reshard. Emits a copy only if the result is returned or streamed."""
         if op.result.stream or None in self.consumers[op.result.name]:
             self.emit(replace(op, kind="copy", operands=(source,)))
         else:

@@ -1,4 +1,4 @@
-"""Removes mesh axes of one rank, which split nothing. Process groups then compare equal, and reshards over such axes vanish."""
+"""Removes mesh axes of size 1, which split nothing. Afterwards equal process groups compare equal, and reshards along such axes vanish."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from hostweave.types.zigzag import some_of
 
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
-    """Removes axes of one rank from all types."""
+    """Removes axes of size 1 from all types."""
     types = {name: value.type for name, value in fusion.values().items()}
     if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
         return fusion
@@ -44,14 +44,14 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     def in_op(op: Op) -> Op:
         result = in_value(op.result)
         if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], fusion.mesh):
-            return Op("reshard", op.operands, result, location=op.location)  # decomposed again by decompose_reshards
+            return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes it again
         return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
     return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))
 
 
 def _names(step: Op, source: TensorType, program: Mesh) -> bool:
-    """True if a step, or its operand, names an axis that is removed."""
+    """True if a step, or the type of its operand, names an axis that is removed."""
     mesh = source.mesh_in(program)
     named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)}
     return any(mesh.axis_size(axis) == 1 for axis in named)

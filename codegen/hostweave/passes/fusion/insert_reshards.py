@@ -1,4 +1,4 @@
-"""Inserts a reshard where a consumer needs another sharding, and after every partial result.
+"""Inserts a reshard where a consumer needs another sharding, and after every partial sum.
 
     %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
 
@@ -35,10 +35,10 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Makes every op's type follow from its operands. Only reshards change a layout.
+    """Makes each op's sharding follow from its operands. Afterwards only reshards change a layout.
 
-    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts. The option partial_dtype=f32
-    also does this for 16-bit floats; matmuls then write f32 without casts.
+    If the transport cannot reduce the dtype of a partial result, the partial result is computed in a dtype that it can, between casts. The
+    option partial_dtype=f32 does the same for 16-bit floats. Matmuls then write f32 without casts.
     """
     return _Insertion(fusion, options).rewritten()
 
@@ -48,8 +48,8 @@ class _Insertion(OpRewriter):
         super().__init__(fusion)
         self.options = options
         self.consumers = consumers(fusion)
-        self.done: dict[tuple[str, Layout], str] = {}  # equal reshards of a value are made once
-        self.carried: dict[str, DType] = {}  # partial values that were cast, with the dtype of the program
+        self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> its reshard, so that equal reshards are inserted once
+        self.carried: dict[str, DType] = {}  # partial values that were cast -> their dtype in the program
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
@@ -75,7 +75,7 @@ class _Insertion(OpRewriter):
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
 
     def resolve(self, op: Op) -> None:
-        """Emits a reshard. Casts the result back if the operand was cast."""
+        """Emits a reshard. If its operand was cast, casts the result back."""
         (source,) = op.tensors
         if source not in self.carried:
             self.emit(op)
@@ -83,12 +83,12 @@ class _Insertion(OpRewriter):
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
         carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=carried))
-        if stream:  # the cast joins the loop, unless each shard is complete only after the last step
+        if stream:  # the cast joins the loop, unless each shard is complete only after the last iteration
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
-        """The dtype in which ranks reduce their terms, or None if it is the result's."""
+        """The dtype in which ranks reduce their terms. None if it is the dtype of the result."""
         transport = find_transport(DEFAULT)
         needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
         if needed:
@@ -98,7 +98,7 @@ class _Insertion(OpRewriter):
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
-        """Changes the dtype of an op's result, and casts its operands if needed."""
+        """Changes the dtype of an op's result, and casts the op's operands if needed."""
         if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
@@ -107,7 +107,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """The value in another dtype. A matmul that only `op` uses is changed to write it directly."""
+        """The value in another dtype. If it is a matmul that only `op` uses, the matmul writes that dtype directly."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
@@ -124,7 +124,7 @@ class _Insertion(OpRewriter):
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def shard_of(self, made: Op, needed: Layout) -> str:
-        """The shard of a value whose elements follow from their indices. Each rank makes its own."""
+        """The shard of a value whose elements depend only on their index. Each rank computes its shard."""
         name = made.result.name
         if (name, needed) not in self.done:
             shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))

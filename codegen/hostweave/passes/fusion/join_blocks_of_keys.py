@@ -1,4 +1,4 @@
-"""Computes attention over sharded keys on each rank's own keys, and joins the results by their log-sum-exps.
+"""Computes attention over sharded keys on each rank's local keys, and merges the results by their log-sum-exps.
 
     %y: bf16[H, S, 64] = attention(%q, %k, %v, scale=0.125)        # q: [H, S, 64], k and v: [H, T@cp, 64], on 2 ranks
 
@@ -12,7 +12,7 @@ becomes
     %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
     %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
 
-with one op per line. The log-sum-exps are gathered. The final sum over the ranks is reduced in f32 like any other.
+with one op per line. The log-sum-exps are gathered. The final sum over ranks is in f32, and is reduced like any partial sum.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,15 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """Avoids gathering keys, except in four cases: sharded queries, a window, lengths with a causal mask, and keys in zigzag."""
+    """Rewrites attention so that keys need not be gathered. Does nothing for sharded queries, a window, packed sequences, lengths with a
+    causal mask, and keys in zigzag."""
     return _Joining(fusion).rewritten()
 
 
 class _Joining(BlockWriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.known: dict[object, tuple[str, ...]] = {}  # results of ops, by their operands
+        self.known: dict[object, tuple[str, ...]] = {}  # operands -> results of ops
 
     def add(self, op: Op) -> None:
         axes = self.axes_of_blocks(op)
@@ -55,7 +56,7 @@ class _Joining(BlockWriter):
         self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
-        """Axes that shard the keys, if all ranks along them have the same queries and equal masks. Empty otherwise."""
+        """Axes that shard the keys, if all ranks along them have the same queries and the blocks can be masked. Empty otherwise."""
         if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
@@ -78,7 +79,7 @@ class _Joining(BlockWriter):
 
     @property
     def how(self) -> Attributes:
-        """Attributes of an attention in blocks. With lengths, a row sees all valid keys."""
+        """Attributes of attention over blocks. With lengths, each row sees all valid keys."""
         causal = None if self.lengths else self.op[CAUSAL] or None
         return attributes(scale=self.op[SCALE], causal=causal, bias=self.op[HAS_BIAS], blocks=self.blocks)
 
@@ -88,7 +89,7 @@ class _Joining(BlockWriter):
         return self.known[key]
 
     def log_sum_exps(self, *lengths: str) -> tuple[str, str]:
-        """Log-sum-exps of each rank's own block, and of all blocks. A block without valid keys gets -inf."""
+        """Log-sum-exps of this rank's block, and of all blocks. A block without valid keys has -inf."""
         lse = self.make("attention_lse", *self.op.tensors[:2], *lengths[1:], *self.bias, word="lse", how=self.how)
         if lengths:
             rows = tuple(range(len(self.types[lengths[0]].dims), len(self.types[lse].dims)))
@@ -101,7 +102,7 @@ class _Joining(BlockWriter):
         return lse, lses.name
 
     def lengths_of_blocks(self) -> tuple[str, ...]:
-        """Number of valid keys of each block, [blocks, ...], and the same but at least one. Empty if there are no lengths."""
+        """Number of valid keys of each block, [blocks, ...], and the same number but at least 1. Empty if there are no lengths."""
         if not self.lengths:
             return ()
         size, (lengths,) = self.types[self.op.tensors[1]].shape[-2], self.lengths

@@ -1,4 +1,4 @@
-"""Keeps rows of experts on the ranks of these experts between two grouped matmuls, if the experts are sharded.
+"""Keeps rows of experts on the ranks of these experts, between two grouped matmuls whose experts are sharded.
 
     %h: f32[T, F] = grouped_matmul(%x, %w, %starts, %ends)     # w: [E@ep, K, F], on 2 ranks
     %a: f32[T, F] = silu(%h)
@@ -11,7 +11,7 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-In the second product a rank reads only rows of its experts, which it computed in the first product. So only the last sum is over ranks.
+In the second matmul, a rank reads only rows of its experts, which it computed in the first one. So only the last sum is over ranks.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from hostweave.types.tensor import Dim
 
 
 def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
-    """Gives rows between grouped matmuls a dim of the ranks that share the experts."""
+    """Adds a dim to the rows between grouped matmuls: the ranks that split the experts."""
     return _Apart(fusion).rewritten()
 
 
@@ -39,15 +39,15 @@ class _Apart(OpRewriter):
         self.made = {op.result.name: op for op in fusion.ops}
         self.inputs = {value.name: value.type for value in fusion.inputs}
         self.uses = consumers(fusion)
-        self.apart: dict[str, int] = {}  # ops of chains, with the number of ranks: their results have an additional dim
-        self.last: set[str] = set()  # the second products
-        self.known: dict[tuple[str, int], str] = {}  # operands that were reshaped
+        self.apart: dict[str, int] = {}  # op in a chain -> the number of ranks; its result has an additional dim
+        self.last: set[str] = set()  # the second matmul of each chain
+        self.known: dict[tuple[str, int], str] = {}  # operands that have been reshaped
         for op in fusion.ops:
             if op.kind == MATMUL and op.result.name not in self.apart and (ranks := self.ranks_of(op)) > 1:
                 self.find(op, ranks)
 
     def ranks_of(self, op: Op) -> int:
-        """Number of ranks that share the experts of a product, or 1."""
+        """Number of ranks that split the experts of a grouped matmul. 1 if there are none."""
         name, type = op.tensors[1], self.fusion.values()[op.tensors[1]].type
         while name in self.made and self.made[name].kind in ("permute_dims", "astype", "copy"):
             if self.made[name].kind == "permute_dims" and self.made[name].attributes[0][1][0] != 0:  # type: ignore[index]
@@ -59,7 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a product and the next ones. Nothing else uses them."""
+        """Finds the values between a grouped matmul and the next ones. Fails if other ops use these values."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:
@@ -80,7 +80,7 @@ class _Apart(OpRewriter):
             self.last |= last
 
     def is_same(self, a: str, b: str) -> bool:
-        """True if two values are computed by equal ops of the same values. Equal ops are merged only later."""
+        """True if two values are computed by equal ops from equal values. Equal ops are merged only later."""
         if a == b or a not in self.made or b not in self.made:
             return a == b
         one, other = self.made[a], self.made[b]
@@ -115,7 +115,7 @@ class _Apart(OpRewriter):
         self.emit(Op("sum", (apart,), op.result, attributes(axis=(0,), keepdims=False), op.location))
 
     def split(self, name: str, ranks: int) -> str:
-        """The matrices or bounds of all experts, [E, ...] as [R, E/R, ...]."""
+        """Reshapes the matrices or bounds of all experts from [E, ...] to [R, E/R, ...]."""
         if (name, ranks) not in self.known:
             experts = self.types[name].shape[0]
             self.known[name, ranks] = self.reshaped(name, 0, 1, (Size(ranks), experts // ranks), word="apart", of=name)

@@ -1,4 +1,4 @@
-"""Makes a matmul contract several dims, if its inner dim merges the same dims in both operands. Each dim keeps its sharding.
+"""Makes a matmul contract several dims, if both operands merge the same dims into its inner dim. Each dim then keeps its sharding.
 
     %x_2d: f32[S*B, E] = reshape(%x)                    # x: [S, B@dp, E], dy: [S, B@dp, F]
     %x_t: f32[E, S*B] = permute_dims(%x_2d, axes=(1, 0))
@@ -24,14 +24,15 @@ from hostweave.types.size import product
 
 
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
-    """Removes merges of dims that only serve a matmul, so a sharded inner dim need not be gathered."""
+    """Removes reshapes that merge dims only for a matmul. A sharded inner dim then need not be gathered."""
     merged = _Merging(fusion).rewritten()
     return replace(merged, body=eliminate_dead_code(merged.ops, fusion.outputs))
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value as a reshape of a permuted source. Each of its dims merges dims of the source, the outermost first."""
+    """A value as a permutation of the dims of `source`, followed by a merge. Each entry of `dims` lists the source dims that one dim
+    merges, outermost first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]
@@ -56,7 +57,7 @@ class _Merging(OpRewriter):
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
-        """Follows reshapes and permutations back to their source, as long as dims are only merged."""
+        """Follows reshapes and permutations back to their source, as long as they only merge dims."""
         op = self.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:
@@ -71,7 +72,7 @@ class _Merging(OpRewriter):
         return _Merged(before.source, tuple(tuple(dim for old in left for dim in before.dims[old]) for left, _ in runs))
 
     def split(self, merged: _Merged, inner: int) -> str:
-        """Reshapes an operand so that its inner dim is not merged. Other dims stay."""
+        """Reshapes an operand so that its inner dim is not merged. Other merged dims stay merged."""
         name, shape = merged.source, self.types[merged.source].shape
         order = tuple(dim for dims in merged.dims for dim in dims)
         runs = [run for i, dims in enumerate(merged.dims) for run in ([(dim,) for dim in dims] if i == inner else [dims])]

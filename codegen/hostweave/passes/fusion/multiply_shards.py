@@ -1,4 +1,5 @@
-"""Multiplies with a gathered matrix shard by shard, and reads each shard in place. The shards are the matrix's columns.
+"""Splits a matmul with a gathered matrix into a loop over shards. Each iteration reads one shard in place. The shards are columns of the
+matrix.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -14,8 +15,8 @@ becomes
     }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-A rank's own shard is not copied, other shards are read from the landing buffer, and the first matmul does not wait. The gather keeps its
-place and overlaps with the ops before the loop.
+A rank's own shard is not copied, and peers' shards are read from the landing buffer. So the first iteration need not wait. The gather stays
+where it is, and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator
@@ -27,14 +28,14 @@ from hostweave.options import Options
 from hostweave.tune.overlaps import product_by_shards
 from hostweave.types.size import Size
 
-EPILOGUES = ("add", "relu", "gelu_tanh")  # epilogues of matmuls, which a loop of chunks can apply, too
+EPILOGUES = ("add", "relu", "gelu_tanh")  # ops that a matmul can apply as its epilogue, also in a chunk loop
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
-    """Puts matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # loops in the text of a program
+    """Moves matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # loops that the text of a program already contained
     chunks = {choice.value: choice.taken.chunks for choice in fusion.choices if choice.value not in done}
-    loops: dict[str, ChunkLoop] = {}  # for each matmul, the loop of itself and its epilogues
+    loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of it and its epilogues
     for op in fusion.ops:
         if op.kind == "all_gather" and op.result.is_async and chunks.get(op.result.name, 0) > 1:
             product = product_by_shards(op, fusion)
@@ -49,7 +50,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Epilogue ops after a matmul whose other operands are ready before it."""
+    """Epilogue ops after a matmul whose other operands are available before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

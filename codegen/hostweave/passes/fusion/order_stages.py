@@ -1,11 +1,11 @@
-"""Reorders the stages of a pipeline so that no rank waits while it has work. Plain micro-batches become a 1F1B schedule.
+"""Reorders the stages of a pipeline so that no rank waits while it has work. Micro-batches in plain order become a 1F1B schedule.
 
     %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)              %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)
     %g0: f32[M, N] on stage 1 = transfer(%f0)                 %g0: f32[M, N] on stage 1 = transfer(%f0)
     %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))    %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)
     %f1: f32[M, N] on stage 0 = matmul(%x1, %w0)              %h0: f32[M, N] on stage 0 = transfer(matmul(%g0, ...))
 
-Ranks of a move wait for each other, and each rank executes its ops in order. All ranks share one order, so there is no deadlock.
+The ranks of a move wait for each other, and each rank executes its ops in order. All ranks follow the same order, so they cannot deadlock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,13 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MOST_OF_TIME = 0.97  # a new order must take at most this share of the predicted time
+MOST_OF_TIME = 0.97  # a new order must take at most this fraction of the predicted time
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
     """Reorders the ops by list scheduling, if the cost model predicts that the new order is faster.
 
-    Keeps the order if the user streamed an op, with `overlap="off"`, and with `stages="as_written"`.
+    Keeps the order if the user streamed an op, or chose `overlap="off"` or `stages="as_written"`.
     """
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
@@ -32,14 +32,14 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     in_ns = {name: round(time * 1e9) for name, time in times.items()}  # integers, so that equal sums compare equal
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
-    # moves count as free here; otherwise a rank would start a long op just before a move
+    # Scheduling assumes that moves take no time. Otherwise a rank would start a long op just before a move.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
     return replace(fusion, body=ordered) if ranks.time_of(ordered) < MOST_OF_TIME * ranks.time_of(fusion.ops) else fusion
 
 
 class _Ranks:
-    """Execution model of a fusion: each rank runs one op at a time."""
+    """Execution model of a fusion: each rank executes one op at a time."""
 
     def __init__(self, fusion: Fusion, times: Mapping[str, int]):
         self.fusion, self.times = fusion, times
@@ -53,16 +53,17 @@ class _Ranks:
         return frozenset() if is_free else frozenset(rank for mesh in meshes for rank in (mesh or self.fusion.mesh).all_ranks)
 
     def time_of(self, ops: Iterable[Op]) -> int:
-        """Time in nanoseconds until the last op ends, in this order."""
+        """Nanoseconds until the last op ends, in this order of ops."""
         state = _State(self)
         for op in ops:
             state.do(op)
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling: picks the op that can start first. Ties go to moves, then to the op with the least work after it.
+        """List scheduling: repeatedly picks the op that can start first. In a tie, moves come first, then the op with the least time to the
+        end of its dependents.
 
-        The last rule puts the backward pass of a micro-batch before the forward pass of a later one.
+        This last rule puts the backward pass of a micro-batch before the forward pass of a later one.
         """
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
@@ -94,7 +95,7 @@ class _Ranks:
 
 
 class _State:
-    """Times when ranks become idle, and times when values are ready."""
+    """The times at which ranks become idle, and at which values become available."""
 
     def __init__(self, ranks: _Ranks):
         self.ranks = ranks

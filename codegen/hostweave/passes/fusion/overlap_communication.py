@@ -1,4 +1,4 @@
-"""Runs communication outside of chunk loops on a separate stream, in parallel with independent ops.
+"""Runs communication outside of chunk loops on a separate stream, concurrently with independent ops.
 
     %y: bf16[M, N] = matmul(%x, %v)
     %w_gathered: bf16[N, K] = all_gather(%w, dim=0, axes=(x))
@@ -39,10 +39,10 @@ from hostweave.types.size import product
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists communications of a program and its functions far enough to hide them, and marks them `async` if that pays.
+    """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that pays off.
 
-    Does nothing if small sums in the kernels that use them save more than overlap could hide (`reduce_in_kernels`). Such kernels must not
-    overlap with other communication of the program, and are faster than the start of a collective.
+    Does nothing if computing small sums in the kernels that read them would save more time than overlap can hide (see `reduce_in_kernels`).
+    Such a kernel must not overlap with other communication of the program, and takes less time than the start of a collective.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -54,12 +54,13 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
-    """True if the small sums of stated sizes save more in kernels than all async communications take. Counts each call of a function."""
+    """True if, for stated sizes, computing small sums in kernels saves more time than all async communications take. Each call of a
+    function counts."""
     calls, saved, hidden = Counter({fusion.name: 1}), 0.0, 0.0
-    for body in (fusion, *reversed(fusion.functions)):  # callers first
+    for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.kind == "output":  # a further result of a call
+            if op.kind == "output":  # a further result of a call, without cost
                 continue
             if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
@@ -75,7 +76,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
 
 
 def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
-    """True if an all_reduce is small enough for a kernel at the stated sizes, or might be if sizes are not stated."""
+    """True if an all_reduce is small enough to be computed in a kernel. If sizes are not stated, true if it might be."""
     if op.kind != "all_reduce" or op.result.stream or (step := step_of(op)).reduction != "sum":
         return False
     term = body.values()[op.tensors[0]].type.local(body.mesh)
@@ -86,11 +87,12 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at its typical sizes.
 
-    A communication moves up past just enough work to hide it, because its result occupies memory from its new position on. Communications
-    never pass one another, so they keep their order. As a first step, matmuls whose results are only returned move down to fill waits.
+    A communication is hoisted past just enough work to hide it, because its result occupies memory from there on. Communications keep their
+    order. Before that, matmuls whose results are only returned are moved down to fill waits.
 
-    An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less. If
-    some communication uses them, those that overlap with nothing may use them too, if that is faster. A choice records each decision.
+    A gather or reduce-scatter of stated sizes that overlaps uses copy engines (as on transport `peer`), if this delays other ops less. If
+    some communication uses copy engines, those that overlap with nothing may use them too, if that is faster. A choice records each
+    decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -116,12 +118,13 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves sums over ranks to the end if they overlap with nothing and no large op needs them, such as gradients of norms.
+    """Moves sums over ranks to the end of the body, if they overlap with nothing and no large op needs them. Examples are gradients of
+    norms.
 
-    Only in bodies with matmuls. A single group then posts them.
+    Does so only in bodies with matmuls. One group can then post all these sums.
     """
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
-    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that use them, and the names of both
+    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
     for op in ops:
         name = op.result.name
@@ -137,7 +140,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
 
 
 class _Transfers:
-    """Chooses how gathers and reduce-scatters of a body are done, and records the choices."""
+    """Chooses how the gathers and reduce-scatters of a body are done, and records the choices."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
@@ -146,8 +149,8 @@ class _Transfers:
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
-        """Returns the communication with its chosen transport. Transfers by copy engines always use a separate stream, even if nothing
-        overlaps."""
+        """Returns the communication with its chosen transport. Transfers by copy engines are always on a separate stream, even if they
+        overlap with nothing."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
             possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
@@ -162,6 +165,7 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True if the op can be async. On a mesh of some ranks it cannot: other ranks would wait for an event that they do not record."""
+    """True if the op can be async. On a mesh of some ranks it cannot, because other ranks would wait for an event that they do not
+    record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

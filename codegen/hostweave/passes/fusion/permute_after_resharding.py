@@ -1,4 +1,4 @@
-"""Replaces the reshard of a permuted tensor by the permutation of a reshard, so that shards travel without a transpose.
+"""Moves a reshard before the permutation of its operand, so that shards are sent without a transpose.
 
     %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
     %t_gathered: f32[K, M] = reshard(%t)
@@ -11,7 +11,7 @@ becomes
     %t_gathered: f32[K, M] = permute_dims(%x_gathered, axes=(1, 0))
     %g: f32[K, N@x] = matmul(%t_gathered, %dh)
 
-Uses an equal earlier reshard if there is one. Reshards that a chunk loop could do block by block stay.
+Reuses an equal earlier reshard if there is one. Does not move slices, and reshards that a chunk loop could do block by block.
 """
 
 from dataclasses import replace
@@ -28,11 +28,11 @@ from hostweave.types.zigzag import Zigzag
 
 
 def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
-    """Swaps every permutation with the reshard after it, except slices and reshards that a loop could do in chunks."""
+    """Swaps each permutation with the reshard that follows it, except slices and reshards that a chunk loop could do."""
     names, uses = FreshNames(fusion), consumers(fusion)
     keys = {name for op, _ in attended_alone(fusion) for name in op.tensors[1:3]}
     permuted: dict[str, Op] = {}
-    known: dict[tuple[str, TensorType], str] = {}  # reshards by their operand and result type
+    known: dict[tuple[str, TensorType], str] = {}  # (operand, result type) -> the reshard
     ops: list[Op] = []
 
     def emit(op: Op) -> None:
@@ -59,7 +59,8 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:
-    """True if a reshard is a slice, or gathers blocks that a loop could take: of the outermost dim, or keys of an attention."""
+    """True if a reshard is a slice, or if a chunk loop could do it block by block: along the outermost dim, or over the keys of an
+    attention."""
     if have.partial or have.mesh != want.mesh:
         return False
     axes = [(old.axes, new.axes) for old, new in zip(have.dims, want.dims, strict=True)]

@@ -1,4 +1,4 @@
-"""Infers missing shardings: from the operands of each op, then from its consumers if all agree.
+"""Infers missing shardings: first from the operands of each op, then from its consumers if they all agree.
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)
@@ -22,7 +22,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
-    """Propagates shardings forward, then backward into dims without a sharding. Results keep their forward layout."""
+    """Propagates shardings forward, then backward into dims without a sharding. Results of the program keep their forward layout."""
     types = {value.name: value.type for value in fusion.inputs}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
@@ -34,7 +34,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         if op.kind not in RESHARDS:
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
-        # Values on other meshes do not constrain this one, and neither do decomposed reshard steps.
+        # Values on other meshes, and decomposed reshard steps, do not constrain the operand.
         if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):
             passed, wanted = flows.get(name), layout(types[name])
             needed = passed.operands(passed.computed(wanted)) if passed else (wanted,)
@@ -45,7 +45,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
-    """Forward type of a result. A reshard keeps its stated type; a streamed dim is unsharded."""
+    """Type of a result after forward propagation. A reshard keeps its stated type. A streamed dim is unsharded."""
     if passed is None:
         return op.result.type
     stream = op.result.stream
@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """Backward type of a result. An unsharded dim takes free mesh axes if all consumers need the same axes."""
+    """Type of a result after backward propagation. An unsharded dim gets free mesh axes if all consumers need the same axes."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

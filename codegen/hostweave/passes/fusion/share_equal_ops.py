@@ -1,4 +1,4 @@
-"""Common subexpression elimination: equal ops are computed once, reshards included.
+"""Common subexpression elimination: computes equal ops once, including reshards.
 
     %a: f32[M@x, K] = multiply(%x, %s)
     %b: f32[M@x, K] = multiply(%x, %s)
@@ -18,13 +18,13 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops, except user kernels, which may have side effects, and ops that compute or read values of stream loops.
+    """Merges equal ops. Does not merge user kernels, which may have side effects, and ops that compute or read values of chunk loops.
 
-    A returned value keeps its own op, which becomes a copy. Ops without operands are not merged, since each kernel recomputes them, unless
-    the ranks take slices of them.
+    An op whose value is returned becomes a copy. Ops without operands are not merged, because each kernel recomputes them, unless ranks
+    slice their results.
     """
     uses = consumers(fusion)
-    same: dict[str, str] = {}  # a removed value -> the value to use
+    same: dict[str, str] = {}  # removed value -> the value to use instead
     known: dict[object, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:

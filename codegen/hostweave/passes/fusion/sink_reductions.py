@@ -1,4 +1,4 @@
-"""Moves the reduction of partial sums past linear ops, to where the fewest bytes are reduced.
+"""Moves the reduction of partial sums past linear ops, to the position where the fewest bytes are reduced.
 
     %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
     %a: f32[M, K] = reshard(%a_partial)
@@ -28,13 +28,14 @@ from hostweave.options import Options
 from hostweave.types.tensor import TensorType
 
 Edge = tuple[tuple[str, str], tuple[str, str], int]
-TERMS, SUMS = ("terms", ""), ("sums", "")  # the two sides of the cut
+TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the cut
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """Reduces each partial sum once, as late as that saves bytes, or communications at equal bytes.
+    """Reduces each partial sum once, as late as this saves bytes. At equal bytes, as late as this saves communications.
 
-    Reductions do not move past values that the user streams or pins, nor past ops that would need further communication for other operands.
+    Reductions do not move past values that the user streams or pins, nor past ops that would need additional communication of other
+    operands.
     """
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
@@ -42,7 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """How to compute a value's terms: an op on `operands` with this result type. `summed` are the operands that are terms."""
+    """How to compute the terms of a value: apply its op to `operands`; the result has this type. Those operands that are terms are in
+    `summed`."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -50,16 +52,16 @@ class _Terms:
 
 
 class _Sinking:
-    """Assigns values to terms or sums by a minimum cut. A value on the side of the terms is computed as terms, and reduced if its sum is
-    needed."""
+    """Assigns each value to one side of a minimum cut: terms or sums. On the side of terms, the op is applied to terms, and the value is
+    reduced only if its sum is needed."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.made = {op.result.name: op for op in fusion.ops}
         self.uses = consumers(fusion)
-        self.sums: dict[str, Op] = {}  # reshards of partial values, by result
-        self.passing: dict[str, _Terms] = {}  # ops that can be computed on terms, by result
+        self.sums: dict[str, Op] = {}  # result -> reshard of a partial value
+        self.passing: dict[str, _Terms] = {}  # result -> how to compute its op on terms
         for op in fusion.ops:
             if op.kind == "reshard" and self.is_sum(op):
                 self.sums[op.result.name] = op
@@ -73,7 +75,7 @@ class _Sinking:
     # --- ops that can be computed on terms ---
 
     def passed(self, op: Op) -> _Terms | None:
-        """How to compute an op on the terms of its operands, or None if that is not possible."""
+        """How to compute an op on the terms of its operands. None if that is not possible."""
         summed = tuple(name for name in dict.fromkeys(op.tensors) if self.passes_on(name))
         if not summed or not OPS[op.kind].linear or op.result.stream or op.result.pinned:
             return None
@@ -93,7 +95,7 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """True if other ops can read the terms of a value. A sum that the user pinned must be computed."""
+        """True if other ops can read the terms of a value. If the user pinned a sum, it must be computed."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
@@ -104,7 +106,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """Operand of an inserted local slice. Other values are returned unchanged."""
+        """If the value is the result of an inserted local slice, its operand. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
@@ -116,10 +118,11 @@ class _Sinking:
     # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
-        """Edges of the graph. The cost of a cut is the number of bytes to reduce: from each value to the consumers that need its sum."""
+        """Edges of the flow graph. The cost of a cut is the number of bytes to reduce, counted from each value to the consumers that need
+        its sum."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # reduced along several axes: the sum along one axis is a term along the other
+            if source in self.passing:  # reduced along several axes: the sum along one axis is a term along another
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -132,19 +135,20 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """A value's terms are reduced unless all its consumers are computed on terms."""
+        """The terms of a value are reduced, unless all its consumers are computed on terms."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
             yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
 
     def cost(self, terms: TensorType, name: str) -> int:
-        """Cost of a reduction: bytes, then the number of communications at equal bytes."""
+        """Cost of a reduction: the number of bytes, then the number of communications."""
         moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value that results from reducing the terms: the value itself, or the result of the reshard that is its only consumer."""
+        """The value that results from reducing the terms of a value. This is the value itself, or the result of a reshard if that is its
+        only consumer."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned
@@ -154,7 +158,7 @@ class _Sinking:
 
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
         names, ops = FreshNames(self.fusion), list[Op]()
-        terms: dict[str, str] = {}  # a value -> its terms
+        terms: dict[str, str] = {}  # value -> its terms
         for op in self.fusion.ops:
             name = op.result.name
             passing = self.passing.get(name) if ("value", name) in side else None

@@ -1,4 +1,4 @@
-"""Streams the matmuls next to reshards, and gathers of keys, if the cost model predicts a gain at the stated sizes.
+"""Streams matmuls next to reshards, and gathers of keys, if the cost model predicts a gain at the stated sizes.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] = matmul(%x_gathered, %w)
@@ -9,7 +9,7 @@ becomes, with M = 8192 and all other sizes known,
     %y: bf16[M, N] stream(M, 8, put) = matmul(%x_gathered, %w)
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-as if the user had written `.stream()`. Streams of the user stay.
+as if the user had written `.stream()`. Streams that the user stated are kept.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from hostweave.tune.overlaps import candidates, choice_of, ways
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
-    """Streams the ops of the chosen loops, and records a choice for each candidate whose sizes are known.
+    """Streams the ops of the chosen loops. Records a choice for each candidate whose sizes are known.
 
-    If two reshards compete for a matmul, the first one gets it.
+    If two reshards could share a loop with the same matmul, the first one does.
     """
     if options.overlap == "off":
         return fusion
-    streams: dict[str, Stream] = {}  # streams of the ops that a user would stream
+    streams: dict[str, Stream] = {}  # streams of the ops on which a user would call `.stream()`
     in_loops: set[str] = set()
     choices: list[Choice] = []
     ordered = views_of_inputs_first(fusion)

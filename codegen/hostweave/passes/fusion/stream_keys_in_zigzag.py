@@ -10,7 +10,8 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Rows and keys consist of pieces, in the order of the ranks that hold them. A rank sees half of every other rank's keys.
+Afterwards rows and keys consist of pieces, in the order of the ranks that hold them. A rank's rows see half of the keys of every other
+rank.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """Records a choice for each causal attention in zigzag at known sizes that is the only consumer of its keys and values."""
+    """Records a choice for each causal attention in zigzag that alone uses its keys and values, and whose sizes are known."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
@@ -40,7 +41,7 @@ class _Numbering(OpRewriter):
         self.options = options
         self.found = {op.result.name: beside for op, beside in attended_alone(fusion) if self.is_in_zigzag(fusion, op)}
         self.choices: list[Choice] = []
-        # by log-sum-exps that belong to an attention, the operands and attributes to use
+        # log-sum-exp op of an attention -> the operands and attributes to use
         self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}
 
     def is_in_zigzag(self, fusion: Fusion, op: Op) -> bool:
@@ -61,7 +62,7 @@ class _Numbering(OpRewriter):
             self.emit(op)
 
     def choose(self, op: Op) -> Choice | None:
-        """Chooses between a loop and gathers in sequence. Inserts temporary gathers to ask the cost model."""
+        """Chooses between a chunk loop and gathers without overlap. Inserts temporary gathers to query the cost model."""
         options, gathers = self.options, [self.gather(name, op) for name in op.tensors[1:]]
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 
@@ -90,7 +91,7 @@ class _Numbering(OpRewriter):
         return Op("all_gather", (name,), Value(self.names.new(f"{name}_gathered"), whole), how, op.location)
 
     def by_rank(self, op: Op, choice: Choice) -> tuple[str, ...]:
-        """Operands in rank order, with keys and values gathered in a loop."""
+        """Operands in rank order. Keys and values are gathered in a loop."""
         rows, *others = (self.renumbered(name, word) for name, word in zip(op.tensors, ("rows", "keys", "values"), strict=True))
         names = choice.value, self.names.new(f"{op.tensors[2]}_gathered")
         for name, wanted in zip(others, names, strict=True):

@@ -1,4 +1,4 @@
-"""Removes stacks whose terms are selected again, if no op uses the whole stack.
+"""Removes stacks from which single values are selected again, if no op reads the whole stack.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
@@ -20,7 +20,7 @@ from hostweave.options import Options
 
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces selects from stacks by the stacked value. A stack stays if its terms are reduced together, as for a variance."""
+    """Replaces each select from a stack by the stacked value. A stack whose values are reduced together, as for a variance, is kept."""
     made = {op.result.name: op for op in fusion.ops}
     types = {name: value.type for name, value in fusion.values().items()}
     same: dict[str, str] = {}
@@ -37,7 +37,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: dict[str, Op]) -> str | None:
-    """The stacked value that a select returns, or None."""
+    """The stacked value that a select returns. None if its operand is not a stack."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None

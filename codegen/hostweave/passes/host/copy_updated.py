@@ -1,8 +1,8 @@
-"""Copies the operand of an in-place update first, if its memory is still needed.
+"""Copies the operand of an in-place update before the update, if the operand is still needed.
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
-updates some elements of %y in the memory of %x. If %y has separate memory, it becomes
+updates some elements of %y, which must be in the memory of %x. If %y has separate memory, this becomes
 
     copy %x -> %y
     launch @dynamic_update_slice_x %y, %row, %start -> %y

@@ -1,4 +1,4 @@
-"""Removes conditions that the ranges of indices and coordinates decide, and simplifies the others.
+"""Removes conditions that the ranges of indices and coordinates decide, and simplifies the other conditions.
 
     for %i in 0..6 {                                          for %i in 0..6 {
       if %i / 2 != 0 {                                          if %i >= 2 {
@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Unrolls loops of one iteration, and merges consecutive bodies under one condition or on one stream. With one rank, branches between own
-and other chunks vanish, as does the memory for other chunks.
+Also removes loops of one iteration, and merges consecutive bodies with the same condition or on the same stream. With one rank, branches
+for the chunks of other ranks vanish, and so does the memory for these chunks.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 class _Folding:
     def __init__(self, program: Mesh):
         self.program = program
-        self.ranges: dict[str, Range] = {}  # ranges of indices
-        self.chosen: dict[str, str] = {}  # decided choices, each with the buffer that replaces it
+        self.ranges: dict[str, Range] = {}  # ranges of the values of indices
+        self.chosen: dict[str, str] = {}  # view with a decided condition -> the buffer that replaces it
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """Folds a body for the ranks of a mesh. Returns the body itself if nothing changes."""

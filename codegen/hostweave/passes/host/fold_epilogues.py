@@ -1,4 +1,4 @@
-"""Folds pointwise ops on the result of a matmul into its epilogue, if cuBLASLt supports that.
+"""Folds pointwise ops on the result of a matmul into the epilogue of the matmul, if cuBLASLt supports it.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h
@@ -10,11 +10,11 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, a tensor in the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The epilogue
-works on unrounded sums, so the result is rounded once. The matmul moves to the position of the kernel.
+Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
+epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
-A kernel is folded if that saves a pass over memory: the whole kernel, or the part up to a value that it writes in any case. In a sum of
-several matmuls, each one accumulates onto the previous one.
+Folds if this saves a pass over memory: either the whole kernel, or its ops up to a value that it writes in any case. In a sum of several
+matmuls, each matmul accumulates onto the previous one.
 """
 
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 can hold
-HIDES_TANH = 2  # bytes: cuBLASLt's gelu has an error of about 5e-6, which would show in f32
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors that an f32 can represent
+HIDES_TANH = 2  # bytes; cuBLASLt's gelu has an error of about 5e-6, which would be visible in f32
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Folds until no launch can be folded into the matmul before it with a saved pass over memory."""
+    """Repeats until no launch can be folded into a matmul with a saved pass over memory."""
     while True:
         matmuls = _Matmuls(program)
         launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]
@@ -47,7 +47,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """Replacement of a launch: a matmul in its place, then the rest of the launch and its kernel, if any is left."""
+    """Replacement of a launch by a matmul, followed by the launch of the remaining kernel if any ops remain."""
 
     old: Place
     new: ir.Matmul
@@ -62,7 +62,7 @@ class _Matmuls:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
-        """Folds a launch into the last possible one of the matmuls that it reads. None if there is none."""
+        """Folds a launch into one of the matmuls that it reads, the last one if possible. None if it cannot be folded."""
         if launch.kernel not in self.kernels:
             return None
         made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
@@ -70,7 +70,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
-        """The matmul that writes a buffer only for this reader and can move to it. None if there is none."""
+        """The matmul that writes a buffer which only `reader` reads, if it can move to `reader`. None if there is none."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -84,7 +84,7 @@ class _Matmuls:
         return maker
 
     def folded_into(self, place: Place, made: str, launch: ir.Launch) -> _Folded | None:
-        """Folds as much of a launch as possible into the matmul that computes one of its operands. None if nothing is saved."""
+        """Folds as many ops of a launch as possible into the matmul that computes one of its operands. None if this saves nothing."""
         kernel, matmul = self.kernels[launch.kernel], place.instruction
         assert isinstance(matmul, ir.Matmul)
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
@@ -94,7 +94,7 @@ class _Matmuls:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
             if longer is None and gone and self.is_sum_of_products(launch, kernel):
-                targets[value] = made  # the other matmuls accumulate onto it
+                targets[value] = made  # the other matmuls accumulate onto this buffer
                 break
             if longer is None:
                 return None
@@ -115,7 +115,7 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel adds matmuls to at most one other tensor. If all ops are folded, no kernel remains."""
+        """True if a kernel only adds matmuls and at most one other tensor. If all of them are folded, no kernel remains."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
@@ -133,7 +133,7 @@ class _Matmuls:
 
 
 def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
-    """The matmul with an op folded into its epilogue, or None if that is not possible."""
+    """The matmul with `op` folded into its epilogue. None if that is not possible."""
     others = [operand for operand in op.operands if operand != value]
     if matmul.activation or len(others) != len(op.operands) - 1:
         return None
@@ -162,7 +162,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """The kernel without the folded ops. The rest of the kernel reads the result of the matmul if it needs it."""
+    """The kernel without the folded ops. If it still needs the result of the matmul, the result becomes an input."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)
@@ -171,7 +171,7 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    names: dict[ir.Kernel, str] = {}  # names of the remaining kernels
+    names: dict[ir.Kernel, str] = {}  # kernel -> its name, for the remaining kernels
 
     def edit(found: _Folded) -> tree.Body:
         if found.left is None:

@@ -1,4 +1,4 @@
-"""Fuses a kernel with the consumer of its result. The intermediate value stays in registers.
+"""Fuses a kernel with the kernel that consumes its result. The intermediate value stays in registers.
 
     launch @negative_h %x -> %h
     launch @multiply_y %h, %x -> %y
@@ -7,11 +7,11 @@ becomes
 
     launch @negative_multiply_y %x -> %y
 
-with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. The kernel also writes %h if another instruction reads
-%h.
+with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
+writes %h.
 
-Kernels that read the same elements are fused too, if the later one can move to the first. Fusion works on launches, so it sees chunks of
-loops and communication. A kernel that is not fused further states the reason.
+Also fuses kernels that read the same elements, if the later one can move to the earlier one. Fusion operates on launches, after lowering,
+so it also applies inside chunk loops and next to communication. Each kernel records the reason why it is not fused further.
 """
 
 from bisect import bisect_left
@@ -30,20 +30,21 @@ from hostweave.options import Options
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType
 
-CHEAP = 10  # additions that take about as long as reading an element
-SHORT = 1 << 14  # elements that one thread block reduces and computes sooner than a second kernel starts
+CHEAP = 10  # in additions: work that takes about as long as reading an element
+SHORT = 1 << 14  # elements; one thread block reduces and computes so many before a second kernel would start
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
     links = Links(_unshared(program))
-    while links.fuse(links.is_free) or links.fuse() or links.join():  # free launches first, while they are separate kernels
+    # first those that consumers can recompute, while each launch has a separate kernel
+    while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
 
 
 def finished(links: "Links") -> ir.HostProgram:
-    """The program after all changes, with a name for each kernel, and the reason why it ends."""
+    """The program after all changes. Names each kernel, and records the reason why it is not fused further."""
     program = _explained(links.fused(), links)
     return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
 
@@ -53,7 +54,7 @@ def finished(links: "Links") -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _FusedLaunch:
-    """A consumer's launch that absorbs its producer, and the fused kernel."""
+    """Launch of a consumer that has absorbed its producer, with the fused kernel."""
 
     consumer: Place
     launch: ir.Launch
@@ -61,7 +62,7 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the consumers of their results. `fuse` changes both, and `fused` makes the changed program."""
+    """The launches of a program, and the consumers of their results. `fuse` changes both, and `fused` returns the changed program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -73,13 +74,14 @@ class Links:
         self._touches = dict(self.uses.touches)
         self._signals = [place.number for place in self.uses.places if tree.names(place.instruction, "record", "fork")]
         self._waits = [place.number for place in self.uses.places if _waits(place.instruction)]
-        self._changes: dict[int, tree.Instruction | tree.Body] = {}  # to the program's instructions, by number
-        self._moved: dict[int, int] = {}  # definitions, and the launches before which they move, by number
+        self._changes: dict[int, tree.Instruction | tree.Body] = {}  # replacements of the program's instructions, by number
+        self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses launches that fit into all consumers of their results, last launches first. False if there are none.
+        """Fuses launches that fulfil `fits` into all consumers of their results, beginning with the last launch. Returns False if none was
+        fused.
 
-        A kernel that has absorbed another one is tried again before further ones join it: it may fit into its own consumers now.
+        A kernel that has absorbed another one is tried again before other kernels join it, because it may now fit into its consumers.
         """
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
@@ -94,14 +96,15 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Makes launches also compute later launches on the same elements. Returns False if no two launches fit."""
+        """Merges launches that read the same elements, at the earlier one. Returns False if no two launches fit."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Makes one launch also compute a later one. Returns the places that access its memory, or none if no two launches fit."""
+        """Merges one launch into an earlier one that reads the same elements. Returns the places that access its memory. Empty if no two
+        launches fit."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -118,7 +121,7 @@ class Links:
         return set()
 
     def _change(self, place: Place, merged: _FusedLaunch | None) -> None:
-        """Replaces or removes a launch."""
+        """Replaces a launch by `merged`, or removes it."""
         launch = merged.launch if merged else None
         old, new = (self.uses.roots_of(i, "read", "write") if i else {} for i in (self.launches[place], launch))
         for root in old.keys() - new.keys():
@@ -132,7 +135,7 @@ class Links:
             del self.launches[place]
 
     def fused(self) -> ir.HostProgram:
-        """The program after all changes, without code that nothing uses."""
+        """The program after all changes, without dead code."""
         edits = self._changes | dict.fromkeys(self._moved, ())
         for number, before in sorted(self._moved.items(), reverse=True):
             now = edits[before]
@@ -142,15 +145,15 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if an instruction precedes a launch, or has moved there."""
+        """True if an instruction precedes a launch, or has been moved before it."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
-        """The instruction at a place, after changes."""
+        """The present instruction at a place."""
         return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
-        """Name of the value in a buffer. A chunk has the name of the whole."""
+        """Name of the value in a buffer. A chunk has the name of the whole buffer."""
         is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
         return self.root(buffer) if is_chunk else buffer
 
@@ -175,7 +178,7 @@ class Links:
         return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
-        """Views from `start` to `name`, or None if one of them does not cover all elements."""
+        """Views from `start` to `name`. None if one of them does not show all elements."""
         steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
@@ -185,10 +188,11 @@ class Links:
             name = source
         return steps[::-1]
 
-    # --- reasons for which kernels end ---
+    # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """The consumers with a launch fused into them, or the reason why its kernel ends. "" if no kernel uses its results."""
+        """The launches of the consumers with a producer fused into them. Otherwise the reason why it is not fused, which is "" if no kernel
+        uses its results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -220,7 +224,7 @@ class Links:
         return found
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if both are launches, and both write adjacent slices of one buffer."""
+        """True if both are launches, and write adjacent slices of one buffer."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -240,13 +244,13 @@ class Links:
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
     def _called(self, producer: Place, user: Place) -> str:
-        """Name in the kernel of the result that `user` accesses."""
+        """Name, in the kernel, of the result that `user` accesses."""
         launch = self.launches[producer]
         pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or the consumer cannot write the kept results. "" if it can."""
+        """Reason why the producer cannot move to the consumer, or why the fused kernel cannot write the kept results. "" if it can."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -288,7 +292,8 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result in other kernels reads no more bytes: a cast to a dtype that is not narrower, or a cheap formula."""
+    """True if recomputing the result in several kernels reads no more bytes: it is a cast to a dtype that is not narrower, or a cheap
+    formula without inputs."""
     if not kernel.inputs:
         return sum(OPS[op.kind].cost for op in kernel.ops) <= CHEAP
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
@@ -296,7 +301,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly, since the value lacks an index. Once per row is fine."""
+    """True if a kernel would compute a value repeatedly, because the value lacks an index. Once per row is acceptable."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -309,11 +314,12 @@ def _waits(i: tree.Instruction) -> bool:
     return bool(tree.names(i, "wait", "join") or (i.orders and not tree.names(i, "fork")))
 
 
-# --- kernels with common operands ---
+# --- kernels that read the same elements ------------------------------------------------------------------------------
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Both launches fused at the first one, with the instructions that must move before it. None if impossible or if no read is saved."""
+    """Merges the later launch into the first one. Also returns the instructions that must move before the first one. None if the merge is
+    not possible, or saves no read."""
     one, other, types = links.launches[first], links.launches[later], links.types
     shape = types[one.dsts[0]].shape
     is_read_twice = any(src in one.srcs and types[src].shape == shape for src in other.srcs)
@@ -344,7 +350,8 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, lis
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses two launches at the consumer, with its names. The fused launch still writes the producer's kept results."""
+    """Fuses two launches at the position of the consumer, with the names of the consumer. The fused launch still writes the `kept` results
+    of the producer."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> its name in the consumer
@@ -378,8 +385,8 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops of a kernel, which arise if several operands absorbed the same op."""
-    # equal vectors differ if one is along rows and the other along columns
+    """Removes repeated ops of a kernel. They arise if several operands absorbed the same op."""
+    # Equal vectors are different values if one is along rows and the other along columns.
     indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
@@ -401,7 +408,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """Views on the way to a buffer, as ops. The last one has the buffer's name."""
+    """Converts the views on the way to a buffer to ops. The result of the last op has the name `name`."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
@@ -416,7 +423,7 @@ def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """Gives each launch a separate kernel, with the launch's location and its buffers' names."""
+    """Gives each launch a separate kernel, with the location of the launch and the names of its buffers."""
     links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
@@ -453,7 +460,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:
-    """Adds to each kernel the reason why it ends."""
+    """Records for each kernel the reason why it is not fused further."""
     reasons: dict[str, dict[str, None]] = {}
     for place, launch in links.launches.items():
         reasons.setdefault(launch.kernel, {})[str(links.union(place))] = None

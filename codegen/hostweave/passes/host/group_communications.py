@@ -1,4 +1,4 @@
-"""Posts consecutive independent communications of one channel as one group, which is one launch.
+"""Groups consecutive independent communications on one channel, so that they are posted as one launch.
 
     all_reduce sum %a_partial -> %a on x
     launch @sum_b %y -> %b_partial
@@ -12,7 +12,7 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Compute between them moves before the group, and instructions that only unpack received data move after it. On one stream this costs
+Computation between them moves before the group. Instructions that only unpack received data move after it. On one stream, this move costs
 nothing. The communications keep their order.
 """
 
@@ -25,7 +25,8 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications of one stream and channel. A group does not order different channels."""
+    """Groups communications that are on the same stream and channel. Communications on different channels are not grouped, because a group
+    does not order them."""
     return replace(program, body=_Grouping(program).body(program.body))
 
 
@@ -39,8 +40,8 @@ class _Grouping:
     def body(self, body: tree.Body) -> tree.Body:
         result: list[tree.Instruction] = []
         posted: list[tree.Instruction] = []  # communications of the next group
-        behind: list[tree.Instruction] = []  # instructions after them that could move before them
-        laid: list[tree.Instruction] = []  # instructions that unpack received data
+        behind: list[tree.Instruction] = []  # later instructions that may move before the group
+        laid: list[tree.Instruction] = []  # later instructions that unpack received data
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):
                 behind.append(instruction)
@@ -76,15 +77,15 @@ class _Grouping:
         )
 
     def calls(self, member: ir.Communication) -> int:
-        """Largest number of transport calls of a communication."""
+        """Upper bound of the number of calls that a communication makes to its transport."""
         if isinstance(member, ir.Routed):
             return len(member.routes)
-        by_rank = isinstance(member, ir.Collective) and member.is_shared  # the shares of ranks differ
+        by_rank = isinstance(member, ir.Collective) and member.is_shared  # shards differ in size between ranks
         return (1 + member.grouped) * self.program.channel(member.channel).size if member.grouped or by_rank else 1
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """Communications that an instruction posts and that can join a group. Barriers cannot, because their order matters."""
+    """Communications that an instruction posts and that can join a group. A barrier cannot, because it orders other work."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

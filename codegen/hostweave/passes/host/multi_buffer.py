@@ -1,4 +1,4 @@
-"""Multi-buffering: a buffer of which each iteration uses only one chunk becomes one slot per stream.
+"""Multi-buffering: if each iteration uses only one chunk of a buffer, the buffer is replaced by one slot per stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {
@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-An iteration is on one stream, and the next iteration that uses its slot comes later on the same stream.
+All work of an iteration is on one stream. The next iteration that uses the same slot is on the same stream, so it runs later.
 """
 
 from dataclasses import replace
@@ -39,7 +39,8 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views through which each step uses one chunk of an allocation, in at least two stream blocks. Empty if slots would save nothing."""
+    """Views through which each iteration uses one chunk of an allocation, in at least two stream blocks. Empty if slots would save
+    nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}

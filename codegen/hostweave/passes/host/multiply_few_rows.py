@@ -1,4 +1,4 @@
-"""Fuses matmuls with a common operand, and the pointwise kernel that uses their results, if they have few rows.
+"""Fuses matmuls that have a common operand with the pointwise kernel that uses their results, for a small number of rows.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -12,9 +12,9 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-With few rows the weights determine the time, and the kernel reads them once for all matmuls. With more rows the matmuls run concurrently,
-so one fills multiprocessors that the last wave of another leaves idle. Memory is already planned, so deallocates between the matmuls and
-the kernel move after it.
+With few rows, reading the weights determines the time, and the fused kernel does all matmuls in one pass. With more rows, the matmuls run
+concurrently: one of them uses multiprocessors that the last wave of another leaves idle. Memory is already planned, so deallocates between
+the matmuls and the kernel move after the kernel.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
     """Fuses matmuls of up to FEW_ROWS rows with the kernel that uses their results."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
-    names: dict[ir.Kernel, str] = {}  # names of the new kernels
+    names: dict[ir.Kernel, str] = {}  # fused kernel -> its name
     streams = 0
     for place in uses.places:
         i = place.instruction
@@ -68,7 +68,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """Runs the matmuls concurrently, the first one on the caller's stream."""
+    """Runs the matmuls concurrently. The first one is on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -81,7 +81,7 @@ FewRowsProduct = tuple[Place, ir.Matmul]
 
 
 def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[FewRowsProduct]:
-    """The matmuls that a kernel can absorb. Empty if it cannot absorb all that it reads."""
+    """The matmuls that a kernel can absorb. Empty if it cannot absorb all matmuls whose results it reads."""
     launch = place.instruction
     assert isinstance(launch, ir.Launch)
     found = list(_read_products(uses, place))
@@ -131,7 +131,7 @@ def _freed(places: list[Place]) -> list[Place]:
 
 
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
-    """Layout that matmuls of one kernel must share. Empty if no such kernel supports the matmul."""
+    """Properties in which the matmuls of one kernel must agree. Empty if kernels do not support the matmul."""
     a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
     if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
@@ -139,7 +139,7 @@ def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
 
 
 def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bool:
-    """True if a kernel computes each element only from elements of the matmuls at the same index."""
+    """True if each element of a result depends only on elements of the matmuls at the same index."""
     try:
         walked = iteration(kernel)
     except NotOneKernel:
@@ -150,7 +150,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The kernel that multiplies and then does the work of the given one, without a name, and the buffers that it reads."""
+    """The fused kernel, which first multiplies and then does the work of `kernel`. It has no name yet. Also the buffers that it reads."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated where it, or a view of it, is first needed. It is deallocated where the caller's stream knows that all its uses are
-over, if something is allocated after that. The order of these lines is the plan: a buffer may reuse bytes that are deallocated above it.
-Offsets are computed once sizes are known.
+A buffer is allocated before its first use, or before the definition of its first view. It is deallocated after the point at which the
+caller's stream knows that all its uses have ended, if there is a later allocation. The order of these lines is the plan: a buffer may reuse
+bytes that are deallocated above it. Offsets are computed when sizes are known.
 """
 
 from collections import defaultdict
@@ -26,25 +26,29 @@ from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves allocates down and inserts deallocates, so that the text states which buffers may share memory."""
+    """Moves allocates down and inserts deallocates. The program's text then says which buffers may share memory."""
     return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
-StreamId = tuple[str, int]  # one stream of a pool
+StreamId = tuple[str, int]  # a stream: its pool and index
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and the child in which it did
+# event -> the stream that last recorded it (None: the caller's), and the index of the child in which it did so
+RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
-_Touch = tuple[int, StreamIds]  # an access by the child with this number, on these streams; CALLER is the caller's stream
+# an access: index of a child, and the streams on which it accesses the buffer; CALLER is the caller's stream
+_Touch = tuple[int, StreamIds]
 
 
 class _VectorClock:
-    """Order of streams within a body, in numbers of its children."""
+    """Order between the streams and the children of a body. Children are named by their index."""
 
     def __init__(self) -> None:
-        self.begun: list[dict[StreamId, int]] = []  # for each child, the last child after which a stream can start to run
-        self.done = defaultdict[StreamId, list[tuple[int, int]]](list)  # (child, the last child whose work on the stream is over by then)
+        # for each child: stream -> the child after which work of this child on the stream may begin
+        self.begun: list[dict[StreamId, int]] = []
+        # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
+        self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
 
 
 class Planner:
@@ -56,7 +60,7 @@ class Planner:
     def body(self, body: tree.Body, on_caller: bool) -> tree.Body:
         """Plans the memory of a body. `on_caller` is True outside of stream blocks.
 
-        Instructions of an `on` body count as separate children.
+        Each instruction of an `on` body is a separate child.
         """
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
         own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
@@ -64,7 +68,7 @@ class Planner:
             return tree.together(children)
         defined = ((name, k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view"))
         views = [(root, k) for name, k in defined for root in self.uses.roots.all_of(name)]
-        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each
+        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each buffer
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh in dict(own.values())}
         ties = _ties(body)
         begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
@@ -97,11 +101,11 @@ class Planner:
     # --- first and last uses ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """The child before which the buffer must exist, for all streams that access it."""
+        """The child before which the buffer must exist, so that it exists on all streams that access it."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """The child after which the caller's stream, or the block's, knows that the buffer is no longer used."""
+        """The child after which the body's main stream knows that all uses of the buffer have ended."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
@@ -116,7 +120,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Children in which streams allocate private buffers, with these streams."""
+        """Children in which streams allocate private buffers, each with these streams."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -124,7 +128,7 @@ class Planner:
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
-        """Accesses of every buffer: the child, and the streams that the body orders."""
+        """Accesses of every buffer: the child, and the streams that the body itself must order."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
@@ -149,7 +153,7 @@ class Planner:
     # --- order of streams ---
 
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
-        """Collects the order from forks, joins, and events that the body itself records and waits for."""
+        """Derives the order from forks, joins, and events that the body itself records and waits for."""
         known = _VectorClock()
         begun: dict[StreamId, int] = {}
         recorded: RecordedEvents = {}
@@ -200,14 +204,14 @@ def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """The child after which the caller's stream knows that an access is over."""
+    """The child after which the caller's stream knows that an access has ended."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """Streams that a loop or branch forks and joins itself, on every rank."""
+    """Streams that a loop or branch itself forks and joins, on every rank."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
@@ -218,7 +222,7 @@ def _joined(child: tree.Instruction) -> set[str]:
 
 
 def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
-    """Splits `on` bodies into one per instruction."""
+    """Splits each `on` body into one `on` body per instruction."""
     for i in body:
         if i.ranks:
             yield from (tree.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in tree.bodies(i)[0])  # type: ignore[misc]
@@ -227,7 +231,7 @@ def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _ties(body: tree.Body) -> set[int]:
-    """Children after which an `on` body must not end, since its views and indices are used later in it."""
+    """Children after which an `on` body must not end, because later children use its views and indices."""
     ties: set[int] = set()
     first = 0
     for i in body:
@@ -245,7 +249,7 @@ def _ties(body: tree.Body) -> set[int]:
 
 
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
-    """The mesh of a child, None for all ranks, and its instruction."""
+    """The mesh of a child, or None for all ranks, and the child's instruction."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 
@@ -254,6 +258,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """A child as all ranks of a mesh execute it: without its `on` if that includes all of them."""
+    """A child as the ranks of a mesh see it. If its `on` includes all of them, this is the instruction in the `on` body."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

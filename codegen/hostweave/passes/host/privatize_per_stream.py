@@ -1,4 +1,4 @@
-"""Privatises buffers: if each iteration of a stream loop uses only one chunk of a buffer, each stream gets a private buffer.
+"""Gives each stream a private buffer, if each iteration of a chunk loop uses only one chunk of a buffer.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType
 def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses = def_use(program)
     gone: set[int] = set()
-    made: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction that follows them
+    made: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction before which they are inserted
     names: dict[str, str] = {}
     for name, place in uses.allocates.items():
         chunks = _chunks(uses, name)
@@ -38,7 +38,7 @@ def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
-    """Views through which a stream block uses one chunk per step of an allocation. Empty if the allocation has other uses."""
+    """Views through which a stream block uses one chunk of an allocation per iteration. Empty if the allocation has other uses."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in touches}
     if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:
@@ -61,14 +61,14 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place, uses: DefUse) -> Place:
-    """The child of the stream block, or of an `on` body in it, that is or contains an instruction."""
+    """The child of the stream block (or of an `on` body in it) that is or contains the instruction."""
     assert place.block
     inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
     return inside[1] if inside[0].instruction.ranks else inside[0]
 
 
 def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
-    """True if an index has a different value in every step of a loop, on every rank."""
+    """True if an index has a different value in every iteration of a loop, on every rank."""
     (step_index,), index = tree.names(loop, "index"), _resolved(index, uses)
     if index == Var(step_index):
         return True
@@ -84,7 +84,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
 
 
 def _resolved(expr: Expr, uses: DefUse) -> Expr:
-    """Replaces names of lets by their values."""
+    """Replaces variables that are lets by their values."""
     if isinstance(expr, Var) and isinstance(let := uses.indices[expr.name].instruction, ir.Let):
         return _resolved(let.value, uses)
     if leaves(expr) == [expr]:

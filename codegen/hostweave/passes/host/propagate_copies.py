@@ -1,4 +1,4 @@
-"""Uses a rank's own chunk in place, if only other ranks' chunks are communicated.
+"""Removes the copy of a rank's own chunk, if only the chunks of other ranks are communicated.
 
     if %p == rank.x {                              if %p != rank.x {
       copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
@@ -10,7 +10,7 @@
     }
     matmul %xg, %w -> %y_i
 
-If the body computed the copied value before, it is computed into the destination:
+If the body computes the source of the copy before, it is computed directly into the destination:
 
     matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
     if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
@@ -19,15 +19,15 @@ If the body computed the copied value before, it is computed into the destinatio
       group { ... }                                }
     }
 
-A copy that is read after the loop, as a part of the gathered value, moves to the end of the body. Then nothing waits for it:
+If the copy is read after the loop, as a part of the gathered value, it moves to the end of the body, where nothing waits for it:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-Of several copies in a branch the last is tried first, then the one before.
-This pass must follow the passes that need one alias root per name. A copy stays if the layouts differ, or if another instruction reads it.
+If a branch has several copies, the last one is tried first. This pass must follow the passes that need one alias root per name. A copy is
+kept if the layouts differ, or if another instruction reads it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """A branch in a loop: one side copies between buffers of one layout, the other communicates. None for other instructions."""
+    """If the instruction is a branch in a loop that copies between buffers of equal layout on one side and communicates on the other: the
+    copy. None otherwise."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -82,16 +83,16 @@ class _Copy:
     loop: Place
     condition: Expr  # condition of the copy
     views: tree.Body  # views before the copy
-    copies: tree.Body  # other copies before it
-    others: tree.Body  # instructions of the other branch
+    copies: tree.Body  # other copies before the copy
+    others: tree.Body  # instructions of the other side
     src: str
     dst: str
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> BodyEdits:
-        """Edits that make `users` name a choice instead of the buffer `name`, and remove the copy.
+        """Edits that remove the copy, and replace the buffer `name` in `users` by a `choose` view.
 
-        The choice is placed before its first user, after the `views` that it needs. `kept` views are placed where the copy was.
+        The `choose` is placed before its first user, after the `views` that it needs. The `kept` views are placed where the copy was.
         """
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
@@ -103,11 +104,11 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the branch's sibling that is or contains an instruction."""
+        """Number of the sibling of the branch that is or contains an instruction."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
-        """Accesses of a parameter or allocation, with the name that each uses."""
+        """Accesses of a parameter or allocation, each with the name that it uses."""
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
@@ -149,9 +150,9 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """The number of the first kernel that overwrites all of the copy, and the views of its result.
+        """The number of the first kernel that overwrites the whole copy, and the views of its result.
 
-        If none does, the number of the program's end, and no views.
+        If no kernel does, the number of instructions in the program, and no views.
         """
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
@@ -182,7 +183,7 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """Indices and views in `before` that the choice needs. None if it needs other instructions."""
+        """Indices and views in `before` that the `choose` needs. None if it needs other instructions."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):
@@ -202,7 +203,7 @@ def _naming(places: Iterable[Place], name: str) -> list[Place]:
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:
-    """A buffer and its views that these instructions define."""
+    """A buffer, and those of its views that these instructions define."""
     found = {name}
     for place in places:
         if not found.isdisjoint(tree.names(place.instruction, "alias")):

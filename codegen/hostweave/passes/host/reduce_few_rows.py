@@ -1,4 +1,4 @@
-"""Reduces few rows to few numbers by one kernel. Two kernels, which many rows need, cost an additional launch.
+"""Adds one kernel that reduces few rows to few numbers. For many rows two kernels are needed, which costs an additional launch.
 
     launch @multiply_sum_rows %x -> %rows               if M < 16 {
     launch @sum_y %rows -> %y                             launch @multiply_sum_rows_of_few_rows %x -> %y
@@ -7,7 +7,7 @@
                                                           launch @sum_y %rows -> %y
                                                         }
 
-If the options state the size, the choice is made at compile time. For known sizes it was made when reductions were split.
+If the options state the size, the choice is made at compile time. If the size is an int, `split_reductions` has already made it.
 """
 
 from dataclasses import replace
@@ -26,17 +26,17 @@ from hostweave.passes.host.fuse_kernels import Links, fused_launch
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType
 
-AT_ONCE = 1 << 14  # elements that a block of 512 threads reads by a few accesses each
+AT_ONCE = 1 << 14  # elements that a block of 512 threads reads with a few accesses per thread
 
 
 def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Adds a kernel for few rows if a reduction was split and its number of rows is unknown."""
+    """Adds a kernel for few rows if a reduction was split into two and its number of rows is unknown."""
     links, kernels = Links(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # one of three consecutive reductions, which is already in a pair
+        if {first.number, last.number} & edits.keys():  # one of three consecutive reductions, which already is in a pair
             continue
         launch, kernel, elements = found
         if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
@@ -51,7 +51,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _last(links: Links, first: Place) -> Place | None:
-    """The launch after `first` that is the only user of its only result."""
+    """The launch after `first` that is the only user of its only result. None if there is none."""
     launch = links.launches[first]
     (dst, *others), root = launch.dsts, links.root(launch.dsts[0])
     users = links.others(first, dst)
@@ -63,8 +63,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """The launch and the kernel that reduce all dims at once, and the number of elements. None if no kernel does, or if the number is
-    known."""
+    """A launch and kernel that reduce all dims at once, and the number of elements. None if no kernel can, or if the number is an int."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     types: dict[str, TensorType] = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}

@@ -1,4 +1,4 @@
-"""Computes a small all_reduce in the kernel that uses it, or in a separate kernel.
+"""Computes a small all_reduce in the kernel that uses its result, or in a separate kernel.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -7,8 +7,8 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The ranks' kernels send each other their terms, which is faster than the start of a collective. The kernel waits for other ranks on the
-device, so no communication may overlap with it. Programs that communicate on separate streams keep their collectives.
+The kernels of the ranks send each other their terms, which takes less time than the start of a collective. A kernel waits for other ranks
+while it occupies the device, so no communication may overlap with it. Programs that communicate on separate streams keep their collectives.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Puts small all_reduces into kernels. If the size is symbolic, a condition chooses at run time."""
+    """Moves small all_reduces into kernels. If the size is symbolic, a condition chooses at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
@@ -75,7 +75,7 @@ class _Reducing:
         return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
 
     def alone(self, i: ir.AllReduce) -> ir.Launch:
-        """Launch of a kernel that only does the all_reduce, in the form of a local launch."""
+        """Launch of a kernel that does only the all_reduce. It is written as a local launch until the channel is added."""
         type, term = self.uses.types[i.src], self.uses.root(i.src)
         tensor = TensorType(type.dtype, tuple(map(Dim, type.shape)))
         facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)
@@ -90,7 +90,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def is_over(self, launch: ir.Launch) -> bool:
-        """True if a result shares memory with the term. Other threads may still be sending a part of it."""
+        """True if a result shares memory with the term. Other threads may still be sending a part of the term."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.AllReduce, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
@@ -104,7 +104,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Gives the all_reduce a separate input buffer if other ops read the same buffer."""
+    """Gives the all_reduce a separate input, if other ops read the same input."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

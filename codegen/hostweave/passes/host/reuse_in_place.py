@@ -1,4 +1,4 @@
-"""Lets a result reuse the memory of an operand that is dead afterwards, or computes an operand into the memory of the result.
+"""Lets a result reuse the memory of an operand that is not used afterwards, or computes an operand into the memory of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -8,10 +8,10 @@
     matmul %a, %v -> %t                       matmul %a, %v -> %t
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
-A copy between shared memory is removed. A kernel whose result is only copied moves to the copy, and writes where the copy would.
-An instruction may write in place if each element depends only on its own index. Kernels state this for each input, and it holds for the
-accumulation of a matmul. A result in the memory of a donated input is computed in place if all reads of the input come before. Otherwise it
-is copied there at the end.
+If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
+writes to the destination. An instruction may write in place if each element depends only on elements at the same index. Kernels know this
+for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed in place, if all reads
+of the input come before. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -38,12 +38,12 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """Sharing decisions so far. `merged` maps an allocation to the buffer that it became a view of."""
+    """The decisions so far. `merged` maps each removed allocation to the buffer of which it became a view."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of removed instructions
-        self.before: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction that follows them
+        self.before: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction before which they are inserted
         # accesses and views of each buffer, including those of merged buffers
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
@@ -52,7 +52,7 @@ class _Sharing:
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """Operands that an instruction could overwrite, each with its result."""
+        """Operands that an instruction could overwrite, each with the result that would do so."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
@@ -66,11 +66,11 @@ class _Sharing:
         return all((number, result) in pairs for number in read_at) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
-        """Current memory of a buffer."""
+        """Alias root of a buffer after the merges so far."""
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the result in the operand's memory, if the operand's last use is the result's first."""
+        """Puts the result into the operand's memory, if the operand's last use is the result's first."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
         if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
@@ -87,7 +87,7 @@ class _Sharing:
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand in the result's memory, if nothing has accessed that before."""
+        """Puts the operand into the result's memory, if nothing accesses that memory before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
@@ -105,7 +105,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand in the memory of the donated input that holds the result, if all reads of the input come before."""
+        """Puts the operand into the memory of the donated input in which the result must be, if all reads of the input come before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -148,7 +148,7 @@ class _Sharing:
     # --- conditions ---
 
     def _overwrites(self, place: Place, read: str, written: str) -> bool:
-        """True if an instruction may overwrite all of a memory that it reads."""
+        """True if an instruction may overwrite the whole memory that it reads."""
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
         own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
@@ -161,22 +161,22 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all names of a buffer are in the same `on` body. The copy becomes a view, which ends with the body."""
+        """True if all uses of a buffer are in the same `on` body. The allocation becomes a view, whose scope ends with the body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if the other memory is in a window, or this buffer need not be."""
+        """True if the other memory is in a window, or if this buffer need not be in one."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
     def _is_last(self, place: Place, root: str) -> bool:
-        """True if all other accesses of a buffer are over when an instruction runs."""
+        """True if all other accesses of a buffer have ended when this instruction runs."""
         *others, last = self.touches[root]
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """True if an earlier instruction has ended: both are on one stream, or a join and a fork are between them."""
+        """True if an earlier instruction has ended: both are on the same stream, or a join and a fork are between them."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -195,14 +195,14 @@ class _Sharing:
         return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
-        """True if the loops around an instruction access a buffer only by it. Loops that contain the allocation do not count."""
+        """True if no other instruction in the loops around this one accesses the buffer. Loops that contain the allocation do not count."""
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
         loops = {around for around in place.around[depth:] if around.instruction.trips is not None}
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before the instruction."""
+        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
@@ -217,11 +217,11 @@ class _Sharing:
     # --- changes ---
 
     def _reshaped(self, name: str, into: str) -> tree.Instruction:
-        """View that replaces an allocate once its memory is merged."""
+        """View that replaces an allocate whose memory was merged."""
         return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
-        """Removes views from their places, with the instructions inserted before them, and returns all of them."""
+        """Removes views, together with instructions that were inserted before them. Returns all of these."""
         moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)
@@ -229,7 +229,7 @@ class _Sharing:
         return tuple(moved)
 
     def _merge(self, place: Place, gone: str, into: str, before: int, what: tree.Body) -> None:
-        """Makes the allocation `gone` a view of `into`. Inserts `what` before instruction number `before`."""
+        """Makes the allocation `gone` a view of `into`. Inserts `what` before the instruction with number `before`."""
         self.before[before] = (*self.before.get(before, ()), *what)
         self.gone.add(self.uses.allocates[gone].number)
         if place.instruction.copies:  # a copy onto itself is removed

@@ -1,4 +1,4 @@
-"""Orders communications of different channels: they run one after another on each rank, in the same order on all ranks.
+"""Orders communications on different channels. They run one after another on each rank, in the same order on all ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
@@ -21,8 +21,8 @@ becomes
       }
     }
 
-A wait refers to the latest record, so one event passes the turn from stream to stream in issue order. Communications that streams and
-events already order do not take part.
+A wait refers to the latest record of its event. So one event suffices to pass the turn from stream to stream, in the order of issue.
+Communications that streams and events already order are not changed.
 """
 
 from dataclasses import replace
@@ -35,14 +35,14 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Orders any two communications of different channels on every rank, and the signals of one channel."""
+    """Orders each two communications that are on different channels, on every rank. Also orders the signals of one channel."""
     if not (in_turn := unordered_instructions(program)):
         return program
 
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # the inserted instructions name the new event, so they are not in it
+    unchanged = set(program.body)  # the inserted instructions name the new event, so they are not in this set
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
     begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn
@@ -58,13 +58,14 @@ def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> 
 
 
 class _Turns:
-    """Makes communications wait for one event and record it."""
+    """Makes communications wait for one event, and record it afterwards."""
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns outside of stream blocks: each block takes one turn, and so does each communication on the caller's stream."""
+        """Adds turns to instructions outside of stream blocks. A stream block has one turn, and so has a communication on the caller's
+        stream."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):

@@ -1,11 +1,11 @@
-"""Moves each view to its first use, inside the stream block or branch that has all of its uses.
+"""Moves each view to its first use. If one stream block or branch has all its uses, the view moves into it.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Loop-invariant views move before the loop and before the fork of its streams. Equal views in several instructions of a body, such as two
-stream blocks, become one view before them.
+Loop-invariant views move before the loop, and before the fork of its streams. Equal views in several instructions of a body, such as two
+stream blocks, are replaced by one view before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Replaces equal views of several instructions, or of each loop iteration, by one view before them.
+    """Replaces equal views of several instructions, or of all iterations of a loop, by one view before them.
 
-    At least one use must be unconditional: a condition may keep an index in range.
+    At least one use must be unconditional, because a condition may keep an index in range.
     """
-    made: dict[tree.Instruction, dict[str, int]] = {}  # for each viewed region, the names of its views and their positions in the body
+    made: dict[tree.Instruction, dict[str, int]] = {}  # for each view without its name: its names, each with the position in the body
     for at, i in enumerate(body):
         for view in _movable(i):
             (out,) = tree.names(view, "view")
@@ -55,7 +55,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """Views in an instruction, or itself, that can move before it."""
+    """Views in an instruction (or the instruction itself) that can move before it."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
@@ -74,7 +74,7 @@ def _sunk(body: tree.Body) -> tree.Body:
     return tuple(instruction for instruction, _ in lines)
 
 
-_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies name
+_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies use
 _Lines = list[_Line]
 
 
@@ -83,7 +83,7 @@ def _line(i: tree.Instruction) -> _Line:
 
 
 def _place(view: tree.Instruction, lines: _Lines) -> None:
-    """Inserts a view before its first user in `lines`, in front of other views there."""
+    """Inserts a view before its first user in `lines`, and before other views at that position."""
     (out,) = tree.names(view, "view")
     users = [k for k, (_, uses) in enumerate(lines) if out in uses]
     at = users[0] if users else 0
@@ -94,7 +94,7 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
-    """Position before the instruction at `at`, before neighbours with one of the roles, and before the fork of a loop's streams."""
+    """Moves the position `at` up: over instructions with one of the roles in `before`, and over the fork of a loop's streams."""
     is_loop = bool(body) and body[at].trips is not None
     while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1

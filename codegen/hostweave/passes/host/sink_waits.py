@@ -1,4 +1,4 @@
-"""Delays the caller's wait for a loop until the first use of its results.
+"""Delays the caller's wait for a loop until the first use of the loop's results.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring
@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-Waits for events are emitted before their first use: joins of a ring, and joins that order channels.
+Waits for events already are directly before their first use. So this pass moves joins only.
 """
 
 from dataclasses import replace
@@ -30,7 +30,8 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     result: list[tree.Instruction] = []
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
-    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins that are being moved down, with the work that they wait for
+    # joins that are being moved down, each with the work that it waits for
+    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
     place = 0  # their current position
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
@@ -52,5 +53,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if an instruction concerns streams other than the caller's. Joins may pass each other."""
+    """True if an instruction involves other streams. Joins may pass each other."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -1,4 +1,4 @@
-"""Software pipelining: issues the first communication of an iteration before later ones of the previous iteration.
+"""Software pipelining: issues the first communication of an iteration before the later ones of the previous iteration.
 
     for %i in 0..4 {                                  for %j in 0..5 {
       stream ring[%i] {                                 if %j < 4 {
@@ -13,8 +13,8 @@
                                                         }
                                                       }
 
-If channels run in issue order, the all_gather of a step then overlaps with the compute of the previous step. The order on each
-stream and each channel stays the same. Only the issue order between them changes.
+If channels are serialised in issue order, the all_gather of an iteration then overlaps with the computation of the previous one. The order
+on each stream, and on each channel, does not change. Only the order of issue changes.
 """
 
 from collections import deque
@@ -33,11 +33,11 @@ from hostweave.host_ir.calls import names_in, renamed
 from hostweave.host_ir.expr import Var, binary
 from hostweave.options import Options
 
-NAMES = ("view", "index")  # roles of instructions that a body may repeat
+NAMES = ("view", "index")  # roles of instructions that may be duplicated
 
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Pipelines loops whose communications are serialised, if no ranks then wait for each other in a cycle."""
+    """Pipelines loops whose communications are serialised, unless ranks would then wait for each other in a cycle."""
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
@@ -46,7 +46,8 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
-    """A loop and its stream block, if consecutive steps use two streams and only views and lets precede the block. None otherwise."""
+    """A loop and its stream block, if consecutive iterations use different streams and only views and lets precede the block. None
+    otherwise."""
     if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
         return None
     streams = next(pool.count for pool in program.streams if pool.name == block.stream)
@@ -54,7 +55,7 @@ def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, i
 
 
 def _goes_on(program: ir.HostProgram) -> bool:
-    """True if no rank blocks when each rank posts its communications one after another, as ordered channels require."""
+    """True if no rank blocks forever when each rank posts its communications one after another, as serialised channels require."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, meetings(instances))), maxlen=0)
@@ -63,7 +64,7 @@ def _goes_on(program: ir.HostProgram) -> bool:
     return True
 
 
-_Halves = tuple[tree.Body, tree.Body]  # instructions issued one step ahead, and the rest
+_Halves = tuple[tree.Body, tree.Body]  # instructions that are issued one iteration ahead, and the rest
 
 
 class _Ahead:
@@ -91,7 +92,7 @@ class _Ahead:
     # --- cutting an iteration ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        """Cuts the body of a stream block. The part of each mesh is cut separately."""
+        """Splits the body of a stream block. The part of each mesh is split separately."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)
@@ -100,8 +101,8 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Cuts after the first communications, if compute follows before the next one. None if there is no such cut, or if it reorders a
-        channel."""
+        """Splits after the first communications, if computation follows before the next one. None if there is no such position, or if the
+        split would reorder a channel."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
@@ -134,5 +135,5 @@ def _only_names(i: tree.Instruction) -> bool:
 
 
 def _posted(body: tree.Body) -> set[tuple[str, str]]:
-    """Communications that match in posting order: sends, recvs and collectives of each channel."""
+    """Kinds of communication that match in posting order, each with its channel: sends, recvs and collectives."""
     return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

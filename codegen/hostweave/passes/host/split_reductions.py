@@ -1,4 +1,4 @@
-"""Splits a reduction from many rows to a few numbers into two kernels, so that many thread blocks share the rows.
+"""Splits a reduction of many rows to few numbers into two kernels, so that many thread blocks can share the rows.
 
     launch @sum_y %x -> %y
 
@@ -23,7 +23,7 @@ from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 FEW = 32  # largest number of results
 ROW = 512  # smallest number of elements in a row
-MANY = 1 << 16  # smallest number of elements in total
+MANY = 1 << 16  # smallest total number of elements
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -36,7 +36,7 @@ def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgra
 class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
-        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # the two halves of a kernel that is split
+        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # kernel -> the two kernels into which it is split
         self.taken = names_in(program)
 
     def body(self, body: tree.Body) -> tree.Body:
@@ -61,7 +61,7 @@ class _Split:
 
 
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
-    """The innermost reduced dims with enough elements for a thread block. Empty if one kernel suffices."""
+    """The innermost reduced dims that together have enough elements for a thread block. Empty if one kernel suffices."""
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()
@@ -77,7 +77,7 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
 
 
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
-    """A kernel that reduces the dims of a row, and a kernel for the remaining dims."""
+    """A kernel that reduces the dims of a row, and a kernel that reduces the remaining dims."""
     (op,), (source,) = kernel.ops, kernel.inputs
     first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location) if _is_counted(op) else op
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
@@ -102,7 +102,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
 
 
 def _is_counted(op: Op) -> bool:
-    """True if a mean has an explicit divisor. Only the second half divides by it."""
+    """True if a mean has an explicit divisor. Only the second kernel divides by it."""
     return COUNT.name in dict(op.attributes)
 
 

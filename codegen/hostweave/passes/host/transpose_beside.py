@@ -1,4 +1,4 @@
-"""Writes a transposed copy of a kernel's result in the kernel itself, by tiles, so that nothing reads the result again.
+"""Lets a kernel also write the transposed copy of its result, by tiles, so that the result is not read again.
 
     launch @astype_q %x -> %q
     matmul %q, %w -> %y                             %q_by_rows = allocate f8e4m3[K, M]
@@ -7,8 +7,8 @@
     copy %q_transposed -> %q_by_rows                matmul %q_by_rows, %v -> %z
     matmul %q_by_rows, %v -> %z
 
-with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both. A kernel that
-reduces stays as it is, since it has no tiles.
+with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both layouts. A
+kernel with a reduction is not changed, because it has no tiles.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def transpose_beside(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None:
-    """The program with one more copy in a kernel. None if no copy fits."""
+    """The program with one more copy moved into a kernel. None if no copy fits."""
     links = Links(program)
     made = {dst: place for place, launch in links.launches.items() for dst in launch.dsts}
     for copy in links.uses.places:
@@ -45,7 +45,7 @@ def _changed(program: ir.HostProgram, options: Options) -> ir.HostProgram | None
 
 
 def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
-    """True if the copy can be made right after the launch that makes its operand."""
+    """True if the copy can be made directly after the launch that computes its operand."""
     (dst,) = tree.names(copy.instruction, "write")
     is_whole = uses.root(dst) == dst and len(uses.types[result].shape) == 2
     if copy.body is not first.body or copy.number < first.number or not is_whole:
@@ -60,7 +60,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
-    """The program whose first launch also writes the copy. None if its blocks would not transpose tiles."""
+    """The program whose first launch also writes the copy. None if the kernel's blocks would not transpose tiles."""
     (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
     (result,) = tree.names(path[0], "alias")
     types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}
@@ -85,7 +85,8 @@ def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruct
 
 
 def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
-    """The kernel with a cast of the transposed operand in place of a transposed cast, since stores of 8-bit floats round pairs."""
+    """The kernel with a cast of the transposed operand in place of the transpose of the cast. Stores of 8-bit floats then round two
+    elements at once."""
     *ops, last = kernel.ops
     cast = next(op for op in ops if op.result.name == last.operands[0])
     if cast.kind != "astype":

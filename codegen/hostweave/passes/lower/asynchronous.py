@@ -1,4 +1,4 @@
-"""Asynchronous communication (`async`): on a separate stream, with an event for each value that another stream waits for."""
+"""Lowers asynchronous communication (`async`): it runs on a separate stream, with an event for each value that another stream waits for."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
 COMM = "comm"  # stream of asynchronous communication
-COPIES = "copies"  # stream of its local copies, if the next communication need not wait for them
+COPIES = "copies"  # stream of local copies of such communication that the next communication need not wait for
 
 
 class Asynchronous:
@@ -19,9 +19,10 @@ class Asynchronous:
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, with their events; "" if there is none
-        self.copied: dict[str, str] = {}  # values with a part that is copied on another stream, with their events
-        self.sums: dict[str, list[Callable[[], None]]] = {}  # values that the caller's stream sums itself after its wait
+        self.pending: dict[str, str] = {}  # values for which the caller's stream has not waited -> their event, or "" if they have none
+        self.copied: dict[str, str] = {}  # values that another stream completes by a copy -> the event of the copy
+        # values that the caller's stream itself sums after its wait -> functions that emit the sums
+        self.sums: dict[str, list[Callable[[], None]]] = {}
         self.is_forked = False
 
     def takes(self, op: Op) -> bool:
@@ -29,7 +30,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits `communicate` on the stream, after all work of the caller's stream so far."""
+        """Emits `communicate` on the separate stream, after all work that the caller's stream has so far."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -39,7 +40,7 @@ class Asynchronous:
         aside = copies if ready and not self._is_awaited(op) else []
         arrived = self.b.new_events(f"{name}_arrived") if aside else ready
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
-        if latest is None or tree.names(latest, "fork") != (COMM,):  # otherwise the caller's stream has no new work
+        if latest is None or tree.names(latest, "fork") != (COMM,):  # otherwise the caller's stream has no new work since the last fork
             self.b.emit(ir.Fork(COMM))
         begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
         self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
@@ -57,24 +58,24 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """True if an op reads a value or a view of it. Otherwise it is only returned, and the end of the body waits."""
+        """True if an op reads the value or a view of it. Otherwise it is only returned, and the join at the end of the body suffices."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
-        """True if the first consumer is a kernel, which can read the terms of all ranks and add them up."""
+        """True if the first consumer is a kernel, which can read the terms of all ranks and sum them."""
         users = [user for user in self.flow.consumers[op.result.name] if not self.flow.is_view(user)]
         return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 
     def _is_awaited(self, op: Op) -> bool:
-        """True if the caller's stream has nothing to do until it needs the result."""
+        """True if the caller's stream has no work until it needs the result."""
         following = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
         busy = next((other for other in following if not self.flow.is_view(other) and not self.takes(other)), None)
         return busy is not None and op.result.name in map(self.flow.viewed, busy.tensors)
 
     def settle(self, ops: Iterable[Op]) -> None:
-        """Waits for the operands of ops. Waits for everything before a call of a function that communicates."""
+        """Emits waits for the operands of ops. Before a call of a function that communicates, waits for all asynchronous work."""
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # accesses no memory, or does so on the same stream
+            if self.flow.is_view(op) or self.takes(op):  # accesses no memory, or only on the separate stream
                 continue
             for name in op.tensors:
                 self.wait_for(name)
@@ -82,7 +83,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Waits before the caller's stream reads a value. Only a copy for a view reads a value without an event."""
+        """Makes the caller's stream wait before it reads a value. A value without an event is read only by the copy for a view."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:
@@ -92,7 +93,8 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Waits for all asynchronous work, including deallocations after an event, and copies on a separate stream."""
+        """Makes the caller's stream wait for all asynchronous work, including deallocations after an event, and copies on a separate
+        stream."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

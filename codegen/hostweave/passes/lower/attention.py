@@ -1,9 +1,10 @@
-"""Lowers attention: one instruction computes the result and, if used, the log-sum-exps of its scores.
+"""Lowers attention. One instruction computes the result and, if they are used, the log-sum-exps of the scores.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. In an attention in blocks of keys, each rank has its own block.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If attention is over blocks of keys, each rank computes with its local
+block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """The half of a rank's rows that sees a block, the half of its columns, and the diagonal of the mask. None means all columns."""
+    """Which part of a block of keys a rank's rows see: the half of the rows, the half of the columns, and the diagonal of the mask. None
+    stands for all."""
 
     rows: int | None = None
     columns: int | None = None
@@ -46,7 +48,7 @@ class Attentions:
 
     def compute(self, op: Op, steps: LoopSteps | None) -> None:
         if op.result.name in self.done:
-            return  # the instruction of another op writes it
+            return  # another op's instruction writes it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
         if steps:
             self.block(op, made, steps)
@@ -54,8 +56,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits the attention to the current block. Rows that see no key of the block get zeros and log-sum-exps of -inf, which the join
-        ignores."""
+        """Emits attention to the current block. Rows that see no key of the block get zeros, and log-sum-exps of -inf, so that the merge
+        ignores them."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -97,7 +99,7 @@ class Attentions:
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
         def own(buffer: str) -> str:
-            """Removes the dim of the blocks, if there is one."""
+            """Removes the dim of key blocks, if there is one."""
             return self.b.reshape(buffer, self.b.types[buffer].shape[1:], f"{buffer}_own") if in_blocks else buffer
 
         def of(word: str, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -134,7 +136,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Kernels of this package that it may need."""
+        """Name of the kernels of this package that CUDA may need."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -147,15 +149,15 @@ class Attentions:
         return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
-        """True if the elements of a row are contiguous, and rows of 16-bit elements start at multiples of `step` elements."""
+        """True if the elements of a row are contiguous, and rows of 16-bit elements begin at multiples of `step` elements."""
         *outer, last = strides_of(self.b.types[buffer])
         return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
-        """Number of the last column that a row sees, minus the row's number. None without a causal mask.
+        """Index of the last column that a row sees, minus the index of the row. None without a causal mask.
 
-        It depends on the offsets of the rank's rows and columns. At the bottom right it grows with the columns and shrinks with the rows;
-        with lengths, the instruction itself adds the number of columns.
+        It depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added and the
+        number of rows subtracted. If there are lengths, the instruction itself adds the number of valid columns.
         """
         if not op[CAUSAL]:
             return None
@@ -176,7 +178,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Op -> later ops, by kind, that the same instruction computes."""
+    """Maps an op to those later ops, by kind, that its instruction also computes."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

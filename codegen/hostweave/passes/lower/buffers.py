@@ -1,4 +1,4 @@
-"""Buffers and views of values, or of the chunk of an iteration. Allocates or declares them on first use."""
+"""Maps values, and chunks of values in a loop, to buffers and views. Allocates or defines these on first use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,14 +24,15 @@ CUTS = ("slice", "select")
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
-        self.by_value: dict[str, str] = {}  # value -> the buffer or view that holds the whole value
-        self.by_step: dict[str, str] = {}  # value that is local to a loop -> buffer with one chunk per step
-        self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the current iteration
+        self.by_value: dict[str, str] = {}  # value -> the buffer or view that has the whole value
+        self.by_step: dict[str, str] = {}  # value that only a loop uses -> a buffer with one chunk per iteration
+        self.chunks: dict[str, str] = {}  # value that is a view of another value's chunk -> that view, in the current iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs to their parameters, and outputs to theirs if an op writes them. Views and returned inputs are copied later.
+        """Maps inputs to their parameters. Maps an output to its parameter if an op writes it. Views and returned inputs are copied later.
 
-        A result in donated memory is copied there at the end, once the input has been read. `reuse_in_place` improves on that.
+        A result in donated memory is copied there at the end, when the input is no longer needed. `reuse_in_place` later removes such
+        copies if possible.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
@@ -40,7 +41,7 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that holds a whole value. Allocates it on first use."""
+        """The buffer or view that has a whole value. Allocated or defined on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -55,10 +56,10 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """A contiguous buffer of a whole value, as functions and user kernels need it."""
+        """A contiguous buffer that has a whole value. Functions and user kernels need one."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
-            source = self.b.memory_of(source)  # can be named outside of the mesh's body
+            source = self.b.memory_of(source)  # visible outside of the `on` body
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
             self.by_value[name] = self._copied(name, source)
             return self.by_value[name]
@@ -70,7 +71,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """Source of a view whose result owns the memory."""
+        """View of the memory of `op`'s result that has the layout of its operand."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
@@ -83,8 +84,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: its chunk if the operand has the streamed dim, otherwise the whole operand. Its dims are aligned to the
-        dims of the result."""
+        """Buffer that an op reads. This is the chunk if the operand has the streamed dim, otherwise the whole operand. Its dims are aligned
+        with those of the result."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -94,7 +95,7 @@ class Buffers:
             return self.chunk(name, dim, steps, keeps)
         buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims)
         if op.kind == "matmul":
-            rank -= op[CONTRACTED] - 1  # the matrix merges them into one
+            rank -= op[CONTRACTED] - 1  # the contracted dims are merged into one
         position = stream.dim - (len(op.result.type.dims) - rank)
         if OPS[op.kind].is_product and keeps:
             position = rank - 2  # shards of M or N are stacked before the matrix
@@ -118,20 +119,20 @@ class Buffers:
         return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
     def take_chunks(self, op: Op, steps: LoopSteps) -> None:
-        """Allocates chunks for a value that is local to a loop, if chunks of the whole value would be strided."""
+        """Allocates a buffer of chunks for a value that only a loop uses, if chunks of the whole value would be strided."""
         value, stream = op.result, op.result.walked
         is_new = value.name not in self.by_value and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
-                # Chunks of the whole value would be strided, and communication needs contiguous ones.
-                if splits:  # shards outermost, as collectives write them
+                # Communication needs contiguous chunks.
+                if splits:  # the shards come first, as collectives write them
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
     def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
-        """Chunk of a value in one iteration. `keeps` the dim if a step takes one index of it."""
+        """Chunk of a value in one iteration. If `keeps`, the chunk keeps the dim even if an iteration covers a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
             self.view(self.flow.producer[name], steps)
@@ -154,12 +155,12 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: LoopSteps | None) -> None:
-        """Defines the view of an op: of its whole operand, or of the chunk of a step."""
+        """Defines the view of a view op: of its whole operand, or of the current chunk."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
             return
-        if source in self.placement.by_shards:  # the loop views one shard after another
+        if source in self.placement.by_shards:  # the loop views the shards one by one
             return
         is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
@@ -174,11 +175,11 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of this rank's block of a value that it holds unsharded along the gained dims."""
+        """View of this rank's block of a value that the rank holds unsharded along the gained dims."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # a transfer from an unsharded dim; a sharded one has the same block under another name
+        if op.kind == "transfer":  # along an unsharded dim; along a sharded dim, the rank already has the block under another name
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
@@ -191,7 +192,7 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        """View of the operand that is the whole result."""
+        """View that is the whole result of a view op."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)
@@ -208,7 +209,7 @@ class Buffers:
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """View of the indices that a slice or select takes. In `source` its axis is `shift` dims later."""
+        """View of the indices that a slice or select covers. In `source`, its dim is `shift` dims further right."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
@@ -219,7 +220,7 @@ class Buffers:
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:
-        """Copy of a value that cannot be viewed so."""
+        """Contiguous copy of a value of which the view is not possible."""
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
@@ -227,12 +228,11 @@ class Buffers:
         return self._copied(name, source)
 
 
-# --- parts of concats and pads ----------------------------------------------------------------------------------------
-# Slices of the result of a concat or pad, into which its operands are computed.
+# Operands of a concat or pad can be computed directly into slices of the result.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
-    """View of the operand's place in `target`, the current chunk of the result."""
+    """View of the part of `target` that an operand occupies. `target` is the result, or its current chunk."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
@@ -243,7 +243,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
-    """Borders that a pad adds. Each element is in one border: borders of a dim exclude the borders of earlier dims."""
+    """Views of the borders that a pad adds. They do not overlap: borders along a dim exclude those along earlier dims."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

@@ -1,4 +1,4 @@
-"""Kernels that a program launches: one per op. Ops that differ only in names share one."""
+"""Makes the kernels that a program launches, one per op. Ops that differ only in names share a kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from hostweave.host_ir import ir
 from hostweave.types.size import FirstIndex, Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-# For each reduction, the op along a dim and the op of two terms.
+# Maps a reduction to two ops: one that reduces along a dim, and one that combines two terms.
 PAIRWISE = {
     **{"sum": ("sum", "add"), "prod": ("prod", "multiply"), "max": ("max", "maximum"), "min": ("min", "minimum")},
     **{word: (f"reduce_{word}", f"bitwise_{word}") for word in ("and", "or", "xor")},
@@ -22,12 +22,12 @@ PAIRWISE = {
 
 class Kernels:
     def __init__(self, types: dict[str, BufferType]):
-        self.types = types  # types of buffers
+        self.types = types  # types of the buffers
         self.made: dict[object, ir.Kernel] = {}
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
         """Name of the kernel that computes `op` on these buffers."""
-        names: dict[str, str] = {}  # by buffer: two operands may be one buffer, if one is a view of the other
+        names: dict[str, str] = {}  # by buffer, because two operands are in the same buffer if one is a view of the other
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
@@ -38,14 +38,14 @@ class Kernels:
         return self.keep(ir.Kernel("", inputs, (body,)), same)
 
     def keep(self, kernel: ir.Kernel, same: object = None) -> str:
-        """Registers a kernel and returns its name. Reuses an equal kernel."""
+        """Registers a kernel and returns its name. Returns the name of an equal kernel if there is one."""
         same = same or kernel
         if same not in self.made:
             self.made[same] = replace(kernel, name=self.free(kernel.telling_name))
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """Name of the kernel of an integer matmul, which cuBLASLt lacks. It sums products, which wrap around."""
+        """Name of the kernel for an integer matmul, which cuBLASLt does not support. Its sums wrap around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
@@ -69,14 +69,14 @@ class Kernels:
         return self.named(f"matmul_{result.name}", names, ops)
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
-        """Name of the kernel that reduces the outermost dim of a buffer, one term per rank, to the result of `op`."""
+        """Name of the kernel that reduces a buffer, whose outermost dim has one term per rank, to the result of `op`."""
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces terms and rounds once. The last operand may hold several terms along an outermost dim."""
+        """Name of the kernel that reduces terms and rounds once. The last operand may have several terms, along an outermost dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -101,14 +101,14 @@ class Kernels:
         return self.named(f"{one_more}_landed_{result.name}", {name: name for name in terms}, ops)
 
     def named(self, name: str, operands: Mapping[str, str], ops: Iterable[Op]) -> str:
-        """Registers a kernel of these ops on these buffers, each with the name of its operand. Returns the kernel's name."""
+        """Registers a kernel of these ops. `operands` maps each buffer to the name of its operand. Returns the name of the kernel."""
         inputs = tuple(ir.Parameter(operand, self.tensor(buffer)) for buffer, operand in operands.items())
         kernel = ir.Kernel(self.free(name), inputs, tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 
     def free(self, wanted: str) -> str:
-        """Returns the name, with a number appended if another kernel has it."""
+        """Returns `wanted`, with a number appended if another kernel has this name."""
         return unique_name(wanted, {kernel.name for kernel in self.made.values()})
 
     def tensor(self, buffer: str) -> TensorType:
@@ -116,7 +116,7 @@ class Kernels:
 
 
 def _of_shard(op: Op) -> Op:
-    """Converts an iota of a shard to an iota with an offset. Other ops do not change."""
+    """Converts an iota of a shard to an iota that begins at the shard's first index. Other ops do not change."""
     if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))

@@ -1,4 +1,5 @@
-"""Lowers a fusion to the host IR: one op becomes one instruction, reshards become communication, chunk loops become loops of the host.
+"""Lowers a fusion to the host IR. An op becomes one instruction, a reshard becomes communication, and a chunk loop becomes a loop of the
+host.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -12,7 +13,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-`placement.py` first chooses the memory of results.
+`placement.py` first decides which results are computed into the memory of others.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters that are in windows. A parameter of a function is in a window if it is in all calls."""
+    """For each body, its parameters that are in windows. A parameter of a function is in a window if its argument is in all calls."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
@@ -99,7 +100,7 @@ class _Lowering:
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.repeats = RepeatLowering(flow, self.buffers, self.b)
-        self.lowering: Lowering | None = None  # lowering of the current loop's communication
+        self.lowering: Lowering | None = None  # lowering of the communication of the current loop
 
     def most_streams(self) -> int:
         """Largest number of streams that a loop of the body uses."""
@@ -112,7 +113,7 @@ class _Lowering:
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
-        """The body as a program with `streams` streams for loops."""
+        """The body as a program. Its loops use up to `streams` streams."""
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
         donated = f.donated or ("",) * len(f.outputs)
@@ -133,14 +134,14 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last: other results may be views of the returned value.
+        # Donated memory is written last, because other results may be views of a returned value.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
-                if source != parameter.name and parameter.group:  # the tensors of a group have unrelated addresses
+                if source != parameter.name and parameter.group:  # the tensors of a parameter group have unrelated addresses
                     self.copy_group(source, parameter)
-                elif source != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
+                elif source != parameter.name:  # an input, a view, a value that is returned twice, or a result in donated memory
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
@@ -158,7 +159,7 @@ class _Lowering:
         b.emit(ir.For(index.name, parameter.type.shape[0], tuple(body)))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
-        """Copies results that are views of donated inputs before the inputs are overwritten. Returns the buffer of each."""
+        """Copies results that are views of donated inputs, before the inputs are overwritten. Returns the buffer of each result."""
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:
@@ -175,11 +176,11 @@ class _Lowering:
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window, group)
 
     def loop(self, loop: ChunkLoop) -> None:
-        """Emits a chunk loop, and a second one for the remaining rows if the chunks do not divide them."""
+        """Emits a chunk loop. If the chunks do not divide the rows, emits another loop for the remaining rows."""
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
-            for name in self.buffers.by_step.keys() - known:  # memory for the chunks of one part
+            for name in self.buffers.by_step.keys() - known:  # this memory had the chunks of one part of the loop
                 del self.buffers.by_step[name]
 
     def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
@@ -219,7 +220,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop of a matmul and its epilogues over shards that were gathered before, starting with the rank's own shard."""
+        """Emits a loop over shards that an earlier gather delivers, for a matmul and its epilogues. It begins with the rank's own shard."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.producer[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
@@ -250,10 +251,10 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.buffer_of(op.result.name)  # written by its kernel or function
+                self.buffers.buffer_of(op.result.name)  # its kernel or function has written it
             elif op.callee:
                 if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
-                    self.reshards.transfers.wait_for_readers()  # its moves use the same signal numbers
+                    self.reshards.transfers.wait_for_readers()  # moves in the function use the same signal numbers
                 (self.repeats.lower if op.kind == "repeat" else self.call)(op, op.callee)
             elif op.user_kernel:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
@@ -282,7 +283,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to the dims of a chunk, where the streamed dim is dropped or split in two."""
+        """Adjusts the axes of a reduction to the dims of a chunk, in which the streamed dim is dropped or split in two."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -311,14 +312,15 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Emits a kernel for an integer matmul, which cuBLASLt lacks. The kernel needs two different inputs."""
+        """Emits a kernel for an integer matmul, which cuBLASLt does not support. The kernel needs two different inputs."""
         if a == b:
             b = temporary(self.b, a, steps)
             self.b.emit(ir.Copy(a, b))
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
-        """Merges the contracted dims of an operand: the last dims of the first operand, and the dims before the last of the second."""
+        """Merges the contracted dims of an operand. In the first operand these are the last dims, in the second the dims before the last
+        one."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
@@ -328,7 +330,7 @@ class _Lowering:
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
-        """Moves the shards before the matrix, as one more batch dim, in a matmul over slices of every rank's columns."""
+        """In a matmul over slices of every rank's columns, moves the dim of shards before the matrix, as an additional batch dim."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
@@ -341,7 +343,7 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul, or one for each of a batch. `from` is the global number of this rank's first row."""
+        """Emits a grouped matmul, or a loop over the batch. `from` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
         mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]
@@ -370,13 +372,13 @@ class _Lowering:
                 self.b.emit(ir.For(index.name, self.b.types[dst].shape[0], tuple(body)))
 
     def by_rows(self, name: str) -> str:
-        """The buffer, or a copy of it in which the elements of a row are contiguous."""
+        """The buffer itself, or a copy in which the elements of a row are contiguous."""
         return name if lies_along(self.b.types[name], -1) else contiguous_source(self.b, name, None)
 
     # --- functions and user kernels ---
 
     def call(self, op: Op, function: Fusion) -> None:
-        """Emits a call on all ranks. Inside, the function itself restricts work to a mesh."""
+        """Emits a call on all ranks. Inside the function, `on` bodies restrict work to a mesh."""
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -386,7 +388,7 @@ class _Lowering:
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """Buffers that a function or user kernel writes. Unused outputs get separate memory."""
+        """Buffers that a function or user kernel writes. Outputs that are not used get separate memory."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.buffer_of(name)]
@@ -400,7 +402,7 @@ class _Lowering:
     # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
-        """Moves blocks between ranks, or within the memory of a rank that holds all blocks."""
+        """Moves blocks between ranks. If each rank holds all blocks, moves them within its memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
@@ -415,7 +417,7 @@ class _Lowering:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
-        """Copies each operand of a concat or pad to its place, unless it was computed there, and fills borders."""
+        """Copies each operand of a concat or pad to its part of the result, unless it was computed there. Fills the borders of a pad."""
         for number, source in enumerate(sources):
             place = part(self.b, self.flow, op, number, target, steps)
             if place != source:

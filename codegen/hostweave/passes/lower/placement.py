@@ -1,9 +1,9 @@
-"""Finds results that need no separate memory, because they are computed into the memory of another value.
+"""Finds results that need no separate memory, because they can be computed into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
 
-computes %h at its place in %y, and
+computes %h directly into its part of %y, and
 
     %h: f32[M, N] = matmul(%x, %w)
     %t: f32[N, M] = permute_dims(%h, axes=(1, 0))
@@ -23,22 +23,22 @@ from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType
 
-REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
+REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views that show all elements
 
-MOST_JOINED = 16  # operands that one kernel joins
+MOST_JOINED = 16  # largest number of operands that one kernel concatenates
 
-HEADS = 5  # largest number of an attention's operands that it reads with any strides
+HEADS = 5  # number of first operands of an attention op that may have any strides
 
-PlacedOperand = tuple[Op, int]  # a concat or pad, and the number of an operand
+PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
 
 @dataclass(frozen=True)
 class Placement:
-    parts: dict[str, PlacedOperand]  # values that are computed at their place in another's memory
-    by_kernel: frozenset[str]  # results of concat and pad that a kernel computes, so that other kernels can be fused with it
-    inverse_view: dict[str, Op]  # a value -> its view, which owns the memory that the value's op writes
-    within_loops: frozenset[str]  # values that are local to one loop, so their layout is free
-    by_shards: frozenset[str]  # gathered values of loops over shards, with the shards one after another
+    parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
+    by_kernel: frozenset[str]  # results of concat and pad that a kernel computes, so that it can fuse with other kernels
+    inverse_view: dict[str, Op]  # value -> its view, which owns the memory that the value's op writes
+    within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
+    by_shards: frozenset[str]  # gathered values of loops over shards, stored as contiguous shards
 
 
 def placement_of(flow: Dataflow) -> Placement:
@@ -50,7 +50,7 @@ def placement_of(flow: Dataflow) -> Placement:
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
-    """The inverse view: from the result of a view back to its operand."""
+    """The inverse of a view: from the result back to the operand."""
     if op.kind == "permute_dims":
         axes = op[ORDER]
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
@@ -58,8 +58,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if a value is local to this loop. A value with a slice or transpose is not placed so, because the slice is a view of the whole
-    value."""
+    """True if only this loop uses a value. False if it has a slice or transpose, because the view is of the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -72,7 +71,8 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if kernels compute all operands of a concat or pad, or they are in memory. Others are computed at their place."""
+    """True if one kernel should compute a concat or pad: its operands come from kernels, or are in memory. Other operands are computed
+    directly into the result."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
         return False
@@ -81,7 +81,7 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
 
 
 def _is_placed(flow: Dataflow, name: str) -> bool:
-    """True if an op without a pointwise kernel computes a value, and can do so at its place."""
+    """True if a value is computed by an op that is not a pointwise kernel, and that can write directly into a concat or pad."""
     made = flow.producer.get(name)
     if made is None:
         return False
@@ -93,9 +93,9 @@ def _is_placed(flow: Dataflow, name: str) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed directly into the result, if other consumers can read them there.
+    """Operands of concat and pad that are computed directly into the result, if their other consumers can read them there.
 
-    Also looks through a view that adds dims of one element.
+    Includes operands that are views which add dims of one element.
     """
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
@@ -108,7 +108,7 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """True if a value can be stored in the memory of `op`'s result. Its other consumers must be attention ops, which read strided
+    """True if a value can be stored in the memory of `op`'s result. Its other consumers must be attention ops, which can read strided
     operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
@@ -117,7 +117,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if a view only adds dims of one element and is the only use of its operand, and the operand's op can write strided memory."""
+    """True if a view only adds dims of one element, is the only use of its operand, and the operand's op can write strided memory."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -128,7 +128,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
-    """True if an op can write strided memory. A reshard on one mesh can, by a copy."""
+    """True if an op can write strided memory. A reshard on one mesh can, with a copy."""
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
@@ -136,8 +136,8 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Values that are only used through one view, and are stored in the layout of that view: a returned view, or one that another reshape
-    merges.
+    """Values whose only use is a view, and that are stored in the layout of that view. The view is returned, or another reshape merges its
+    dims.
 
     The op of the value then writes through the inverse view, without a copy.
     """
@@ -156,7 +156,8 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Views from `op` down to the op that computes the elements. Empty if one cannot be inverted or has other uses."""
+    """Maps values to their views, from `op` back to the op that computes the elements. Empty if a view cannot be inverted, or has other
+    uses."""
     (name,) = op.tensors
     made = flow.producer.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

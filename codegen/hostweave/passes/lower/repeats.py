@@ -1,8 +1,8 @@
-"""Lowers a repeat to a loop over calls.
+"""Lowers a repeat to a loop of calls.
 
     %y: bf16[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
 
-becomes, with two alternating buffers for the carried value, such that the last call writes the first of them,
+becomes, if `depth` is odd,
 
     %y_other = allocate bf16[M, K]
     copy %x -> %y_other
@@ -13,7 +13,7 @@ becomes, with two alternating buffers for the carried value, such that the last 
       call @layer %y_before, %w_i -> %y_i
     }
 
-if `depth` is odd. Only the order of the buffers depends on it.
+The carried value alternates between two buffers, in such an order that the last call writes %y. For an even `depth`, they are swapped.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,16 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True)
 class _Carried:
-    """Memory of a value that is carried from call to call: a buffer that is updated in place, two that alternate, or one that `keeps` the
-    values of all calls."""
+    """Memory of a value that is carried from call to call.
+
+    It is one buffer that is updated in place, two buffers that alternate, or one buffer that `keeps` the values of all calls.
+    """
 
     name: str
     source: str  # operand of the first call
     buffers: tuple[str, ...]
-    keeps: str = ""  # taken: names of the stack of all operands, and of the last result; given: name of the stack of all results
-    is_copied: bool = True  # the first call takes a copy
+    keeps: str = ""  # "taken": the buffer has the operands of all calls and the last result; "given": it has the results of all calls
+    is_copied: bool = True  # the first call reads a copy of `source`
 
 
 class RepeatLowering:
@@ -91,10 +93,10 @@ class RepeatLowering:
     # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
-        """The buffer for one result of all calls. It is the buffer of a donated input, if nothing reads the input later."""
+        """The buffer for the stacked results of all calls. It is that of a donated input, if nothing reads the input later."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
-            self.buffers.by_value[name] = name  # the parameter
+            self.buffers.by_value[name] = name  # the output parameter
         return self.buffers.buffer_of(name)
 
     def is_read_later(self, name: str, op: Op) -> bool:
@@ -130,12 +132,12 @@ class RepeatLowering:
         return carried
 
     def is_temporary(self, name: str) -> bool:
-        """True if nothing else needs the memory of a value, so that the carried value may use it."""
+        """True if nothing else needs the memory of a value, so that the carried value may overwrite it."""
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """The buffer that a call reads, and the buffer that it passes to the next call."""
+        """The buffer that a call reads, and the buffer that it writes for the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
@@ -154,7 +156,7 @@ class RepeatLowering:
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str) -> None:
-        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps the stack of all."""
+        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps their stack."""
         if not carried.keeps:
             return
         (whole,) = carried.buffers

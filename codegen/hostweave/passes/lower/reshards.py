@@ -1,4 +1,4 @@
-"""Lowers reshards: to a move between meshes, a collective, or the schedule of a chunk loop."""
+"""Lowers reshards: to a move between meshes, to a collective, or by the schedule of a chunk loop."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,8 @@ class Reshards:
         self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of a loop. Returns the communication that determines the block of a step, or None."""
+        """Creates the lowerings of a loop. Returns the one that determines which block an iteration covers, or None if there is no
+        communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             schedule = find_schedule(ops[0].kind, ops[0].result.walked.algorithm or "")
@@ -34,7 +35,7 @@ class Reshards:
 
     def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
-            if (lowering := self.scheduled[op.result.name]).op == op:  # one step moves all of its ops
+            if (lowering := self.scheduled[op.result.name]).op == op:  # one step moves all ops of the lowering
                 lowering.step(steps)
         elif op.kind == "reduce":
             self.transfers.reduce(op, self.reduction(op))
@@ -46,7 +47,7 @@ class Reshards:
             CollectiveLowering(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> TermReduction:
-        """Reduction of a reshard, with the kernels that reduce terms on a rank."""
+        """Reduction of a reshard. It emits the kernels that reduce terms on a rank."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:

@@ -1,4 +1,4 @@
-"""Lowers scaled matmuls: copies operands and scales to layouts of cuBLASLt, or composes the matmul of other ops.
+"""Lowers scaled matmuls: copies operands and scales to layouts that cuBLASLt supports, or composes the matmul of other ops.
 
     %y: bf16[M, N] = scaled_matmul(%a, %w, %s, %t)      # a: f8e4m3[M, K], w: f8e4m3[K, N], s: f32[M, 1], t: f32[1, N]
 
@@ -66,14 +66,14 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # the verifier refuses a sum in another layout
+            if accumulates or lies_along(self.b.types[target], 1):  # the verifier rejects an accumulation into another layout
                 self.matmul(of_a, of_b, target, accumulates)
                 return
             with packed_destination(self.b, target, steps) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel takes any small number of rows
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel supports any small number of rows
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
@@ -91,9 +91,10 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns the emitter of a matmul with rows padded by zeros to a multiple of PADDED, which scales of blocks along rows need.
+        """Returns a function that emits the matmul with rows padded by zeros to a multiple of PADDED. cuBLASLt requires this for scales of
+        blocks along rows.
 
-        Few rows of f8e4m3 need no padding. Measured on an H100 with cuBLASLt 13.0: other numbers of rows have no algorithm.
+        A few rows of f8e4m3 need no padding. Measured on an H100 with cuBLASLt 13.0: for other numbers of rows it has no algorithm.
         """
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
@@ -120,13 +121,14 @@ class ScaledMatmuls:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, steps: LoopSteps | None) -> str:
-        """A matrix with contiguous rows: its own memory, or a copy."""
+        """A matrix with contiguous rows: the buffer itself, or a copy."""
         return name if lies_along(self.b.types[name], 1) else self.copied(name, self.memory(f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
-        """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt.
+        """The scales [R, C] of a matrix [M, K], in the layout of cuBLASLt.
 
-        A vector is contiguous. Scales of blocks are stored by columns if R is M, else by rows that start at multiples of PADDED.
+        A vector is contiguous. Scales of blocks are stored column by column if R is M. Otherwise they are stored in rows that begin at
+        multiples of PADDED.
         """
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
@@ -148,7 +150,7 @@ class ScaledMatmuls:
         return dst
 
     def memory(self, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
-        """Allocates contiguous memory. In a loop each iteration has its own."""
+        """Allocates contiguous memory. In a loop, each iteration has separate memory."""
         if steps is None:
             return self.b.allocate_here(wanted, BufferType(type.dtype, type.shape))
         ring = self.b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
@@ -157,10 +159,10 @@ class ScaledMatmuls:
     # --- composed of other ops ---
 
     def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
-        """Emits casts, a matmul and multiplications with the scales.
+        """Emits casts, a matmul, and multiplications by the scales.
 
-        Operands are cast to f16, which represents all 8-bit floats. With scales of blocks, they are cast to f32 and scaled before the
-        matmul.
+        Operands are cast to f16, which represents all 8-bit floats exactly. With scales of blocks, they are instead cast to f32 and scaled
+        before the matmul.
         """
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
@@ -183,7 +185,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """A matrix times its scales of blocks, in f32."""
+        """A matrix, in f32, multiplied by its scales of blocks."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
@@ -200,7 +202,7 @@ class ScaledMatmuls:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, self.memory(f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
-        """Launches a kernel that multiplies a buffer by factors in `dtype` and rounds once."""
+        """Launches a kernel that multiplies a buffer by factors in `dtype`, and rounds once."""
         result = Value(op.result.name, self.kernels.tensor(target))
         names = {buffer: f"operand_{number}" for number, buffer in enumerate(dict.fromkeys((source, *factors)))}
         ops, last, have = list[Op](), names[source], self.b.types[source].dtype
@@ -223,5 +225,5 @@ class ScaledMatmuls:
 
 
 def _is_padded(count: Size) -> bool:
-    """True if a number is a multiple of PADDED at all sizes."""
+    """True if a number is a multiple of PADDED for all values of its symbols."""
     return count.divisor == 1 and count.coefficient % PADDED == 0

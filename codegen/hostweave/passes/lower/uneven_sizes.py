@@ -1,4 +1,4 @@
-"""Sizes that need not divide by the number of ranks. The last ranks then have smaller blocks, or empty ones."""
+"""Finds sizes that need not divide by the number of ranks. The last ranks may then have smaller or empty blocks."""
 
 from collections.abc import Iterator
 
@@ -12,19 +12,19 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# Ops that map only the outermost parts of dims to each other. Ranks must share these dims evenly.
+# Ops that relate only the outermost parts of dims. Such dims must be split evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
-Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and the reason
+Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and the reason
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of such sizes, in order of appearance. All others must divide; the program checks that in each call.
+    """Names of sizes that need not divide evenly, in order of appearance. All others must divide; the program checks this in each call.
 
-    Raises ProgramError if the ranks must share an int evenly and cannot.
+    Raises ProgramError if an int must divide evenly and does not.
     """
     sharded: dict[str, None] = {}
     even: set[str] = set()
-    for body in (*fusion.functions, fusion):  # a size has one meaning in all bodies
+    for body in (*fusion.functions, fusion):  # a size has the same value in all bodies
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(name for dim in dims if dim.size.factor for name in dim.size.symbols)
@@ -40,7 +40,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
-    """Dims that an op needs to be shared evenly."""
+    """Dims that must divide evenly because of an op."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
@@ -49,7 +49,7 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Trans
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
-    if op.user_kernel and op.result.type.mesh:  # its own types name no mesh
+    if op.user_kernel and op.result.type.mesh:  # the types of the kernel name no mesh
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
@@ -60,7 +60,7 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Di
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.result.transport:  # chosen by the compiler for sizes that divide
+    if op.result.transport:  # the compiler chose it for sizes that divide evenly
         yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
