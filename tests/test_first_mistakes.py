@@ -295,7 +295,7 @@ TAKES = "the program takes x: f32[M@x, K], w: f32[K, N]"
     ("given", "named", "message"),
     [
         ((X, W, W), {}, f"program: 3 positional arrays for 2 inputs; {TAKES}"),
-        ((X,), {"x": X}, "program: argument x is given by position and by name; leave one of them out"),
+        ((X,), {"x": X}, "program: argument x is given by position and by name; omit one of them"),
         ((X,), {}, f"program: missing argument w; {TAKES}"),
         ((X,), {"v": W}, f"program: unknown argument v; {TAKES}"),
     ],
@@ -369,7 +369,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: PRODUCT.run(np.float32(1), W), "program: x: expected an array, got float32; pass np.asarray of it"),
+        (lambda: PRODUCT.run(np.float32(1), W), "program: x: expected an array, got float32; pass np.asarray(value)"),
         (
             lambda: PRODUCT.run(np.ma.masked_array(X, X > 0), W),
             "x: masked arrays are not supported; call .fill",
@@ -390,18 +390,18 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         (lambda: hw.fusion(donate=3, mesh=MESH, x=A)(lambda x: x), 'donate=3: name inputs of the function, as in donate=("x",)'),
         pytest.param(
             lambda: hw.TorchStore(3, 0, 1),
-            "hw.TorchStore: store=3 is not a store of torch.distributed; pass a TCPStore, or nothing",
+            "hw.TorchStore: store=3 is not a store of torch.distributed; pass a TCPStore, or omit it",
             marks=pytest.mark.extra("torch"),
         ),
-        (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider has this as rank '0' of 1; ranks are ints from 0 to below"),
+        (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider returned rank '0' of 1; a rank must be an int from 0 to the"),
         (lambda: PRODUCT.bind(W), "takes 1 positional argument but 2 were given; write bind(**arrays)"),
         (lambda: PRODUCT.export(None), "export: folder=None is not a str or Path; write export(folder, wheel='', version='0.1.0')"),
         (
             lambda: pickle.dumps(PRODUCT),
-            "program: a compiled program cannot be pickled; pickle the fusion, and compile it there",
+            "program: a compiled program cannot be pickled; pickle the fusion, and compile that where",
         ),
-        (lambda: hw.init("torch"), "hw.init: 'torch' is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing"),
-        (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; give one, such as 60"),
+        (lambda: hw.init("torch"), "hw.init: 'torch' is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or omit it"),
+        (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; pass a number such as 60"),
         (lambda: PRODUCT(X, W, group="default"), "program: group='default' is not a group; pass the result of hw.init or group.split"),
         (lambda: PRODUCT(X, W, sizes=[4]), 'program: sizes=: [4] is not a dict of names; write {"M": 8}'),
         (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: no size named Q; the sizes of the program: M, K, N"),

@@ -386,9 +386,9 @@ class Program:
         jitted function, which is the same in all processes. The function has no gradient and no batching rule. Use jax.custom_vjp to attach
         a program that computes gradients.
 
-        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if JAX has several devices in this
-        process or none of the target, or if the program donates inputs. At trace time it also raises it for arrays of wrong dtype or shape.
-        Errors of a call are raised by JAX, with the same message.
+        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if the program donates inputs, or if
+        JAX has several devices in this process or none of the target. At trace time, raises ArgumentError for arrays of wrong dtype or
+        shape. JAX raises the errors of a call, with the same message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """

@@ -102,8 +102,7 @@ class Compiled:
         """Compiles the same program for other sizes of mesh axes, with the cost model of `figures`. The result is not checked.
 
         `ranks` maps axes to sizes. An int is the size of the mesh's only axis. Raises ProgramError for axes that the mesh does not have,
-        and if the
-        program cannot run on that many ranks.
+        and if the program cannot run on that many ranks.
         """
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")

@@ -48,13 +48,12 @@ class Options:
         chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         All-reduces of few bytes are fused into the kernels that consume them.
 
-      With peer or one_sided, chunk loops are on the mesh of all ranks. Their algorithm is put or ring, or each chunk is a slice of every
-      rank's shard.
+      With peer or one_sided, chunk loops move only shards of tensors that are on all ranks: by put, by ring, or as slices of every rank's
+      shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in
       windows.
-
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
       earlier call. Later calls with these arrays launch the graph. Use it for programs of many short operations, whose time is dominated by
       the host. By default no call is captured automatically.

@@ -33,8 +33,7 @@ class Variants(Generic[R]):
     """The variants of one program. A variant is compiled when a call first needs it. The logger `hostweave` reports this.
 
     All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says how a variant differs.
-    Iteration
-    yields all variants that exist.
+    Iteration yields all variants that exist.
     """
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
@@ -83,8 +82,7 @@ class Variants(Generic[R]):
         impossible.
 
         Each owner keeps the variants for its last few sizes. An owner is a group, or the runner of all ranks. All ranks of a group make the
-        same
-        calls, so they keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
+        same calls, so they keep the same variants. A variant that is dropped is freed once no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())

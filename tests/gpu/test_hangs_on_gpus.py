@@ -113,7 +113,7 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
-    unknown = "or a later line is not done: graphs report their progress only with HOSTWEAVE_GRAPH_PROGRESS=1"
+    unknown = r"or a later line is not done \(graphs report progress only with HOSTWEAVE_GRAPH_PROGRESS=1\)"
     assert re.search(rf"puts\[0\]: .* {AT} {unknown}", report), report
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     report = report_of(tmp_path, "graph")

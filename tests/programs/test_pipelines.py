@@ -222,7 +222,7 @@ def test_ranks_pass_and_get_none_for_what_is_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("rank", "place", "array", "error"),
     [
-        (2, 1, np.empty((5, 4), np.float32), "two_stages: w1: rank 2 has nothing of f32[K, N] on mesh(x=2 of ranks 0, 1); pass None"),
+        (2, 1, np.empty((5, 4), np.float32), "two_stages: w1: rank 2 has no block of f32[K, N] on mesh(x=2 of ranks 0, 1); pass None"),
         (0, 0, None, "two_stages: x: is None, but rank 0 has a block of f32[M@x, K] on mesh(x=2 of ranks 0, 1); pass the block"),
         (
             1,
@@ -248,7 +248,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows())
     nothing = Bound(host, target, {})
-    with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
+    with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: the size M is missing; pass its global value$"):
         arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))
     taken = arguments.take(nothing, local(2), None, None, {"M": 6})
     assert (taken.shapes, arguments.global_shapes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))

@@ -92,7 +92,7 @@ def test_torch_tensors_that_do_not_fit() -> None:
 def test_torch_tensors_that_require_grad() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     x, w = torch.nn.Parameter(torch.from_numpy(X).bfloat16()), torch.from_numpy(W).bfloat16()
-    refused = "requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()"
+    refused = "requires grad, but programs have no gradients; call .detach(), or run the program under torch.no_grad()"
     assert message_of(x=x, w=w) == f"ag_matmul: x: {refused}"
     assert message_of(x=x * 2, w=w) == f"ag_matmul: x: {refused}"
     assert message_of(x=x.detach(), w=w.requires_grad_()) == f"ag_matmul: w: {refused}"
@@ -187,7 +187,7 @@ def test_dtype() -> None:
 def test_byte_order() -> None:
     with pytest.raises(ArgumentError) as error:
         SAME.run(x=X.astype(">f4"))
-    assert str(error.value) == "same: x: its byte order is not this machine's; call .astype with the native dtype"
+    assert str(error.value) == "same: x: its byte order is not native; call .astype with the native dtype"
 
 
 def test_number_of_dims() -> None:

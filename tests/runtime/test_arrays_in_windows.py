@@ -212,11 +212,11 @@ def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError)
 WRONG = {
     "a name": (
         lambda group: group.empty("ab", hw.f32),
-        "shape='ab' is not a tuple of ints of at least 0; give the shape of this rank's array",
+        "shape='ab' is not a tuple of ints of at least 0; pass the shape of this rank's array",
     ),
     "a part": (lambda group: group.empty((2, -1), hw.f32), "shape=(2, -1) is not a tuple of ints of at least 0"),
     "nothing": (lambda group: group.empty(None, hw.f32), "shape=None is not a tuple of ints of at least 0"),
-    "a dtype of NumPy": (lambda group: group.empty(3, np.float32), "is not a dtype of Hostweave; give hw.f32, hw.bf16 or another one"),
+    "a dtype of NumPy": (lambda group: group.empty(3, np.float32), "is not a dtype of Hostweave; pass one such as hw.f32 or hw.bf16"),
     "a target": (lambda group: group.empty(3, hw.f32, target="rocm"), "there is no target 'rocm'; the targets are cpu and cuda"),
 }
 
@@ -237,14 +237,14 @@ def test_ranks_that_disagree() -> None:
         shared(2)[1](x=other if group.rank else x, **weights)
 
     told = message_of(2, crossed, ExecutionError)
-    assert "rank 1 and rank 0 pass arrays of different calls of group.empty; pass arrays of the same call, with the same offset" in told
+    assert "rank 1 and rank 0 pass arrays from different calls of group.empty; pass those of the same call, with equal offsets" in told
 
 
 def test_what_was_compiled_for_windows_gets_them() -> None:
     fusion = shared(2)[0]
     program = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "h")))
     plain = [np.zeros((size // 2, K), "f4") for size in (M, K, K)]
-    remedy = "is not in a window, but the program was compiled for one in a window; pass an array of group.empty"
+    remedy = "is not in a window, but the program was compiled for an array in a window; pass an array of group.empty"
     assert f"shared: x: {remedy}" in message_of(2, lambda group: program(*plain))
     told = message_of(2, lambda group: program(group.empty(plain[0].shape, hw.f32), *plain[1:]))
     assert f"shared: out=: h: {remedy}" in told

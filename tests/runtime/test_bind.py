@@ -85,9 +85,9 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "missing": (lambda p: p.bind(w=W).run(X), "affine: missing argument b; the program takes x: .*, b: "),
     "fixed size": (
         lambda p: p.bind(w=W[:, :5]),
-        r"affine: bind: w: dim 1 is 5; 12, or 6 on a rank, is wanted: pass an array of type f32\[K, 12@x\]",
+        r"affine: bind: w: dim 1 is 5; it must be 12, or 6 on a rank; pass an array of type f32\[K, 12@x\]",
     ),
-    "replicated size": (lambda p: p.bind(b=B[:6]), r"affine: bind: b: dim 0 is 6; 12 is wanted: pass an array of type f32\[12\]"),
+    "replicated size": (lambda p: p.bind(b=B[:6]), r"affine: bind: b: dim 0 is 6; it must be 12; pass an array of type f32\[12\]"),
     "dims": (lambda p: p.bind(b=W), r"affine: bind: b: expected f32\[12\], got f32\[8, 12\]; pass an array of 1 dims"),
     "dtype": (lambda p: p.bind(b=B.astype(np.float64)), r"affine: bind: b: expected f32\[12\], got f64\[12\]; cast it"),
     "no array": (lambda p: p.bind(b=[1.0] * 12), "affine: bind: b: expected an array, got list; pass a NumPy"),
@@ -125,7 +125,7 @@ def test_what_only_a_rank_can_tell() -> None:
 
     for strided, whole in threads.run(on_rank):
         assert "w: is not contiguous, but calls do not copy; pass a contiguous copy" in strided
-        assert "w: rank" in whole or "w: expected" in whole or "rank 1 cannot go on" in whole
+        assert "w: rank" in whole or "w: expected" in whole or "rank 1 cannot continue" in whole
 
 
 def test_threads_share_a_bound_program() -> None:

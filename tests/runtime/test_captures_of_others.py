@@ -82,7 +82,7 @@ def test_captures_of_others(ranks: int) -> None:
             with pytest.raises(CaptureError, match=message), captures.graph(stream):
                 program(*arrays, out=np.empty_like(arrays[0]), stream=stream)
 
-        fails("mlp: the stream is being captured, and this is the first call; call the program once before", x, up, down)
+        fails("mlp: the stream is being captured, but this is the first call; make one call before", x, up, down)
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
@@ -144,7 +144,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
         failed, heard = messages
         assert failed.startswith("CaptureError: mlp: cannot be captured: instance.cpp")
         assert heard.startswith("ExecutionError: mlp: rank")
-        assert "cannot go on: mlp: cannot be captured" in heard
+        assert "cannot continue: mlp: cannot be captured" in heard
 
 
 @pytest.mark.usefixtures("streams_given")

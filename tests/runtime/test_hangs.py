@@ -234,7 +234,7 @@ def test_who_has_come_to_a_collective() -> None:
     lines = describe([[first], [behind], [Stand("p", 5, 5)], [Stand("p", 4, 4)]])
     assert lines[1] == "    comm[0]: b (program.cpp:8) waits on x for rank 1, rank 3, which has not made call 5; nothing done"
     assert describe([[first], None, [first], [first]])[1].endswith("waits on x for rank 1, which does not answer; nothing done")
-    assert "has begun on x, and so have the ranks that it needs" in describe([[first]] * 4)[1]
+    assert "has begun on x, and so have all ranks that it waits for" in describe([[first]] * 4)[1]
 
 
 def test_a_rank_that_never_comes_as_a_thread() -> None:

@@ -451,6 +451,6 @@ def test_communicators_of_the_host_and_calls_that_are_to_be_verified() -> None:
     with pytest.raises(ArgumentError) as caught:
         hw.compile(twice, options=hw.Options(verify_calls=True))(X, group=group)
     assert str(caught.value) == (
-        "twice: verify_calls: the ranks of group 'owned' have nowhere to meet; use a provider with a store, or leave it out"
+        "twice: verify_calls: the ranks of group 'owned' have no store for messages; use a provider with a store, or omit the option"
     )
     group.close()

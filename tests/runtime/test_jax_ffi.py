@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "shape": (lambda: MLP.as_jax_ffi()(X, W[:5], V), r"^mlp: w: K is 5 here and 8 in x; pass arrays that agree"),
     "count": (lambda: MLP.as_jax_ffi()(X, W), r"^mlp: takes 3 arrays \(x: f32\[M, K\], w: .*\), not 2"),
     "no array": (lambda: MLP.as_jax_ffi()(X, 3, V), r"^mlp: w: expected an array, got int; pass a JAX array"),
-    "donated": (donates, r"^updated: as_jax_ffi: donates x; a function of JAX does not change its arguments"),
+    "donated": (donates, r"^updated: as_jax_ffi: donates x, but JAX arrays cannot change; omit donate="),
     "no GPU": (
         lambda: hw.compile(mlp_on(1), target="cuda").as_jax_ffi()(X, W, V),
         r"^mlp: as_jax_ffi: is for the target cuda, but JAX has no such devices",

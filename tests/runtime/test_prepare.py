@@ -109,7 +109,7 @@ def test_mistakes() -> None:
         for wrong, message in (
             ({"S": 1}, "mlp: prepare: no size named S; the sizes of the program: T, E, F"),
             ({"T": -1}, "mlp: prepare: T=-1: a size is an int of at least 0"),
-            ({"T": 4, "E": 2}, "mlp: prepare: no size of F; give the global one"),
+            ({"T": 4, "E": 2}, "mlp: prepare: the size F is missing; pass its global value"),
         ):
             with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
                 program.prepare({"T": 1, "E": E, "F": F}, wrong)

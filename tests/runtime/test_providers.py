@@ -126,7 +126,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
     [
         (
             TORCHRUN | {"MASTER_PORT": "99999"},
-            "hw.Environment: MASTER_PORT=99999: a port must be from 1 to 65535; set the same one on all ranks",
+            "hw.Environment: MASTER_PORT=99999: a port must be from 1 to 65535; set the same port on all ranks",
         ),
         (
             {},
@@ -135,7 +135,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
         ),
         ({"WORLD_SIZE": "2"}, "hw.Environment: RANK is not set; start the script with a launcher"),
         ({"WORLD_SIZE": "2", "RANK": "one"}, "hw.Environment: RANK='one' is not a number; start the script with a launcher"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: ranks go from 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: the rank must be from 0 to 1"),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
             "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to it on all ranks, or use hw.MPI()",
@@ -169,7 +169,7 @@ def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
     holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), holding.wait()))
     holder.start()
     (refused,) = in_threads(1, lambda _: provider.rank_and_count("a"))
-    assert str(refused) == "hw.Threads: more threads have joined than the 2 ranks; use more ranks"
+    assert str(refused) == "hw.Threads: all 2 ranks are taken by other threads; create it with more ranks"
     holding.set()
     holder.join()
 
@@ -177,7 +177,7 @@ def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
 def test_threads_run() -> None:
     provider = Threads(3)
     assert provider.run(lambda rank: (rank, provider.rank_and_count("g"))) == [(rank, (rank, 3)) for rank in range(3)]
-    with pytest.raises(ArgumentError, match=r"^hw\.Threads: 0 ranks; the number must be from 1 to"):
+    with pytest.raises(ArgumentError, match=r"^hw\.Threads: count=0 is not an int from 1 to"):
         Threads(0)
 
 

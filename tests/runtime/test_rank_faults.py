@@ -52,7 +52,7 @@ def then_works(fault: Callable[[int], Any]) -> list[Any]:
 def test_a_rank_with_a_wrong_array() -> None:
     errors = then_works(lambda rank: AG_MATMUL(x_of(rank), W if rank != 2 else W.astype(np.float64)))
     reason = "ag_matmul: w: expected f32[K, N], got f64[8, 12]; cast it, or compile for f64"
-    assert errors == [reason if rank == 2 else f"ag_matmul: rank 2 cannot go on: {reason}" for rank in range(RANKS)]
+    assert errors == [reason if rank == 2 else f"ag_matmul: rank 2 cannot continue: {reason}" for rank in range(RANKS)]
 
 
 def test_a_rank_with_another_size() -> None:
@@ -402,7 +402,7 @@ def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> Non
         assert sizes == "ag_matmul: w: rank 3 passes [8, 24], and rank 0 [8, 12]; pass blocks of one f32[K, N]"
         assert rows == "ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one f32[M@x, K]"
         reason = "ag_matmul: w: expected f32[K, N], got i32[8, 12]; cast it, or compile for i32"
-        assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot go on: {reason}")
+        assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot continue: {reason}")
 
 
 @pytest.mark.parametrize(("by", "meetings"), [("memory", 3), ("store", 6)])

@@ -125,7 +125,7 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
             "right",
             "right 1.0 1.0 1.0 1.0 2.0 2.0 2.0 2.0",
             "right 1.0 1.0 1.0 2.0 2.0 2.0",
-            "w: expected f32[K], got f64[3]" if rank else "rank 1 cannot go on: gathered: w: expected f32[K], got f64[3]",
+            "w: expected f32[K], got f64[3]" if rank else "rank 1 cannot continue: gathered: w: expected f32[K], got f64[3]",
             "right 1.0 1.0 2.0 2.0",
             "x: rank 0 passes [4, 3] of [8, 3], rank 1 passes [5, 3] of [10, 3]",
         ]

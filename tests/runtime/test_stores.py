@@ -174,7 +174,7 @@ def test_the_port_of_another_job_is_passed_over(server: TcpServer) -> None:
 def test_a_port_that_is_taken_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        free = rf"no port from {port} to {port} is free for the store of rank 0 .*; set HOSTWEAVE_PORT to another on all ranks"
+        free = rf"no port from {port} to {port} is free for the store of rank 0 .*; set another HOSTWEAVE_PORT on all ranks"
         with pytest.raises(ExecutionError, match=free):
             TcpServer([("127.0.0.1", port)], "job")
         server = TcpServer([("127.0.0.1", port), ("127.0.0.1", 0)], "job")

@@ -170,6 +170,6 @@ def test_ranks_that_cannot_agree() -> None:
             pass
 
     program = hw.compile(mlp, options=hw.Options(tune=True))
-    message = r"^mlp: tune: the ranks of group 'g' have nowhere to meet; use a provider with a store, or leave it out$"
+    message = r"^mlp: tune: the ranks of group 'g' have no store for messages; use a provider with a store, or omit the option$"
     with pytest.raises(ArgumentError, match=message):
         LocalProgram(program.host, program.target, lambda: program.module, program.compiled.options, Group(), 0)  # type: ignore[arg-type]

@@ -303,7 +303,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(found.run(x, w), x @ w)
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
-    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, but sizes are missing: N; give them as Opt'):
+    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, but sizes are missing: N; pass them as Opt'):
         hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # nothing is chosen without it
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):

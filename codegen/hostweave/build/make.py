@@ -82,8 +82,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     """Builds the module from the sources in `folder`, and links it with the runtime `libraries`. These may be built at the same time.
 
     Objects are cached by their inputs, so after a change only the affected files are compiled. Raises BuildError if a compiler or the
-    linker
-    fails.
+    linker fails.
     """
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in ONLY_ENQUEUE))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in ONLY_ENQUEUE)]

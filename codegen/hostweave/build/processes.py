@@ -26,8 +26,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs a compiler in `folder`. Returns its exit status and its output.
 
     The compiler and its children are in a separate process group, so that Ctrl-C in a terminal does not reach them. The group is killed if
-    the
-    build is interrupted, if this process ends, or at the time limit. Raises BuildError at the time limit, or if the compiler cannot be
+    the build is interrupted, if this process ends, or at the time limit. Raises BuildError at the time limit, or if the compiler cannot be
     started.
     """
     expect_not_interrupted()

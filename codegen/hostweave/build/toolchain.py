@@ -79,8 +79,7 @@ class Library:
     """A library of the runtime. It exists at `path` after `make` was called. `make` raises BuildError if it fails.
 
     Each cached library has a unique `soname`. The loader would open a library without a soname again by its path. By its soname it finds
-    the
-    library that `load` has checked and loaded.
+    the library that `load` has checked and loaded.
     """
 
     path: Path

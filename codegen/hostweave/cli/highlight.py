@@ -33,8 +33,7 @@ def highlighted(text: str, language: str) -> str:
 @cache
 def ir_lexer() -> RegexLexer:
     """The lexer of both IRs. Its keywords come from the tables of the printers and parsers. Text that belongs to neither IR becomes an
-    Error
-    token."""
+    Error token."""
     parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     stated = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")

@@ -24,9 +24,8 @@ def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files, and returns a dict from path to text.
 
     The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
-    kernels.cu.
-    A program with user kernels also has user_kernels.cuh. Kernels are scheduled for `machine`. Equal programs and machines give the same
-    bytes. Raises ProgramError for an op that has no C++.
+    kernels.cu. A program with user kernels also has user_kernels.cuh. Kernels are scheduled for `machine`. Equal programs and machines give
+    the same bytes. Raises ProgramError for an op that has no C++.
     """
     emitted = ProgramSources(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}

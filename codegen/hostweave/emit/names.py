@@ -65,8 +65,7 @@ class CppNames:
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
         """C++ name for `name`. It differs from all names in `apart`. Equal names of different kinds get different C++ names. Pass a kind if
-        the
-        name is composed, such as `M_x`, because another value could have the same name.
+        the name is composed, such as `M_x`, because another value could have the same name.
         """
         if (kind, name) not in self._given:
             free = self._free(name, apart)

@@ -1,4 +1,4 @@
-"""cuBLASLt algorithms that `Options(tune=True)` measured: kept in the cache, and the same on all ranks."""
+"""cuBLASLt algorithms that `Options(tune=True)` measured. They are stored in the cache, and all ranks use the same ones."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class Measured:
-    """Measured algorithms of this process, for devices of one name."""
+    """Algorithms that this process knows, for devices with the same name."""
 
     def __init__(self, module: ModuleType, device: str):
         """Loads the algorithms that earlier processes measured."""
@@ -28,9 +28,9 @@ class Measured:
         self._take(self._kept())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that has measured it.
+        """Makes all ranks use the same algorithms. For each problem, the algorithm of the lowest rank that has measured it is used.
 
-        `gather` returns the records of all ranks, by rank.
+        `gather` sends a record of this rank, and returns the records of all ranks, indexed by rank.
         """
         for record in reversed(gather(json.dumps(self._known()))):
             self._take(json.loads(record))

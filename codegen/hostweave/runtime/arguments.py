@@ -1,4 +1,4 @@
-"""Checks of arrays against the parameters of a program, and inputs that a program holds (`Program.bind`)."""
+"""Checks of arrays against the parameters of a program, and the inputs that `Program.bind` binds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hostweave.types.zigzag import Zigzag
 def in_order(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """Inputs of a call in the order of the parameters, from positional and named arguments, without bound inputs.
+    """Returns the inputs of a call in the order of the parameters, from positional and named arguments. Bound inputs are not included.
 
     Raises ArgumentError with the names of program and argument if one is missing, unknown, bound or given twice.
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
 
-    def signature() -> str:  # only for errors: slower than all the rest
+    def signature() -> str:  # computed only for errors, because it is slow
         return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
 
     if len(given) > len(names):
         raise ArgumentError(f"{program}: {len(given)} positional arrays for {len(names)} inputs; {signature()}")
     if twice := [name for name in named if name in arrays]:
-        raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
+        raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; omit one of them")
     arrays |= named
     if again := [name for name in named if name in bound]:
         raise ArgumentError(f"{program}: argument {again[0]} is bound; omit it, or call the program without this binding")
@@ -43,22 +43,22 @@ def in_order(
 
 
 def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
-    """Raises ArgumentError if a call gives more or fewer arrays than there are inputs."""
+    """Raises ArgumentError if the number of arrays differs from the number of inputs."""
     if len(arrays) != len(parameters):
         signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
         raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Returns the library of an array, and the array in the form that this library takes. Copies only if necessary.
+    """Returns the library of an array, and the array in the form that this library's methods take. Copies only if necessary.
 
-    Raises ArgumentError with the names of program and parameter if the value is not an array, or has another dtype or number of
-    dims. Also raises it if the array is not on a device of the target.
+    Raises ArgumentError with the names of program and parameter if the value is not an array, or has another dtype or number of dims. Also
+    raises it if the array is not on a device of the target.
     """
     try:
         library = library_of(array)
     except TypeError as error:
-        remedy = "pass np.asarray of it" if isinstance(array, Number) else "pass a NumPy, PyTorch, CuPy or JAX array"
+        remedy = "pass np.asarray(value)" if isinstance(array, Number) else "pass a NumPy, PyTorch, CuPy or JAX array"
         raise ArgumentError(f"{program}: {name}: {error}; {remedy}") from None
     try:
         array = library.accept(array)
@@ -82,9 +82,9 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
 
 
 def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
-    """Local block of a torch DTensor; any other array unchanged.
+    """Returns the local block of a torch DTensor. Any other array is returned unchanged.
 
-    Raises ArgumentError if the DTensor's mesh or placements differ from the program's type.
+    Raises ArgumentError if the DTensor's mesh or placements differ from those of the program's type.
     """
     if not hasattr(type(array), "to_local"):
         return array
@@ -96,7 +96,7 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or others:
         found = ", ".join(f"{axis}={size}" for axis, size in zip(axes, array.device_mesh.shape, strict=False)) or "dims without names"
-        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; use the same dim names")
+        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; rename the mesh dims")
     placed: list[tuple[str, ...]] = [() for _ in array.shape]
     for axis, placement in zip(axes, placements, strict=True):
         if placement.is_shard() and sizes.get(axis, 1) > 1:
@@ -116,14 +116,13 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
         raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
 
 
-# --- inputs that a program holds --------------------------------------------------------------------------------------
-# Calls then take only the other inputs: `Program.bind`.
+# --- bound inputs: a program with bound inputs takes only the others --------------------------------------------------
 
 
 class Bound:
-    """Arrays that a program holds, by name, and the inputs that its calls still take.
+    """Bound arrays of a program by name, and the inputs that its calls still take.
 
-    Checks here need neither the other inputs nor the rank's device. The first call does the rest.
+    The checks here need neither the other inputs nor the rank's device. The first call makes the remaining checks.
     """
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: Bound | None = None):
@@ -150,14 +149,14 @@ class Bound:
 
     @cached_property
     def blocks(self) -> list[dict[str, ArrayView]]:
-        """Every rank's block of each bound array, for arrays that are global."""
+        """Blocks of the bound arrays on every rank, if the arrays are global: a dict from name to block for each rank."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         ranks = range(self._host.mesh.size)
         return [{name: block(*held, types[name], self._host.mesh, rank) for name, held in self.arrays.items()} for rank in ranks]
 
 
 def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
-    """A rank's block of a global array."""
+    """Returns a rank's block of a global array."""
     if not holds(type_, mesh, rank):
         return ArrayView(tuple(array.shape))
     own = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
@@ -165,7 +164,7 @@ def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, ra
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
-    """Checks dims with constant sizes: each must have the global size, or the local size of some rank."""
+    """Checks dims with constant sizes. Each must have the global size or the local size of some rank."""
     mesh = type_.mesh_in(mesh)
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:
@@ -173,5 +172,5 @@ def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> Non
         whole, ranks = dim.size.bind({}), mesh.size_of(dim.axes)
         of_ranks = {len(local_range(whole, ranks, rank)) for rank in range(ranks)}
         if size != whole and size not in of_ranks:
-            wanted = f"{whole}" + (f", or {' or '.join(map(str, sorted(of_ranks)))} on a rank," if ranks > 1 else "")
-            raise SizeError(f"{where}: dim {index} is {size}; {wanted} is wanted: pass an array of type {type_}")
+            wanted = f"{whole}" + (f", or {' or '.join(map(str, sorted(of_ranks)))} on a rank" if ranks > 1 else "")
+            raise SizeError(f"{where}: dim {index} is {size}; it must be {wanted}; pass an array of type {type_}")

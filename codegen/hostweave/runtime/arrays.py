@@ -1,6 +1,6 @@
-"""Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and others that support DLPack.
+"""Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and other libraries that support DLPack.
 
-One object per library implements the same few methods. Slicing and assignment use the syntax that all libraries share.
+One object per library implements the same few methods. Slicing and assignment need no methods, because their syntax is the same in all.
 """
 
 import sys
@@ -22,26 +22,26 @@ Array = Any  # an array of any supported library
 class ArrayLibrary(Protocol):
     """Operations that Hostweave needs from an array library, with common defaults."""
 
-    gives_copies: bool = False  # `give` returns a copy, which does not follow later writes to the array
+    gives_copies: bool = False  # `give` may return a copy, which does not show later writes to the array
 
     def accept(self, array: Array) -> Array:
         """Returns the array in the form that the other methods take, without a copy if possible. Raises TypeError with a reason."""
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of all properties of an array that a call checks, including its address. Arrays with equal keys are
-        interchangeable.
+        """Key of all properties of an array that a call checks, including its address. A call may replace an array by one with an equal
+        key.
 
         None if the key cannot be computed quickly.
         """
         return None
 
     def give(self, array: Array) -> Array:
-        """Converts a result to the caller's form."""
+        """Converts an array from the form that these methods take to the form that the caller gets."""
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """Element type, or its name if Hostweave has no such dtype."""
+        """Element type. The library's name of it if Hostweave has no such dtype."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
@@ -61,19 +61,19 @@ class ArrayLibrary(Protocol):
         return True
 
     def stream(self, device: int) -> int:
-        """The caller's current cudaStream_t on that GPU."""
+        """The library's current cudaStream_t on a GPU."""
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        """Inside, `empty` allocates for use on that cudaStream_t of the GPU. None means the current stream."""
+        """Makes `empty` in the `with` block allocate for use on that cudaStream_t. None means the current stream."""
 
     def wait(self, device: int) -> None:
-        """Waits for all work on the caller's current stream on that device."""
+        """Waits for all work on the library's current stream of that device."""
 
 
 class ArrayView(NamedTuple):
-    """Contiguous array, as the native glue takes it. The array itself is last, to keep it alive. The default is an absent array."""
+    """A contiguous array in the form that the native code takes. `array` keeps the memory alive. The default is an absent array."""
 
-    global_shape: tuple[int, ...]  # shape of the global array to which this block belongs
+    global_shape: tuple[int, ...]  # shape of the global array that this block is part of
     address: int = 0
     shape: tuple[int, ...] = ()
     bytes: int = 0
@@ -87,7 +87,7 @@ def view(library: ArrayLibrary, array: Array, dtype: DType, global_shape: tuple[
 
 
 class ForeignBuffer(NamedTuple):
-    """Contiguous array that other code owns, given by its address."""
+    """A contiguous array that other code owns, given by its address."""
 
     address: int
     shape: tuple[int, ...]
@@ -96,16 +96,16 @@ class ForeignBuffer(NamedTuple):
 
 
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
-    """Error for a failed allocation, with the first line of the library's message."""
+    """Error for a failed allocation. It has the first line of the library's message."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
 
 
 def library_of(array: Array) -> ArrayLibrary:
-    """Library object of an array. Raises TypeError if the value is not an array."""
+    """Returns the object of an array's library. Raises TypeError if the value is not an array."""
     if isinstance(array, np.ndarray):
         return _NUMPY
-    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # also subclasses that other packages define
+    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # includes subclasses that other packages define
         return _TORCH
     if isinstance(array, ForeignBuffer):
         return _BUFFERS
@@ -114,16 +114,16 @@ def library_of(array: Array) -> ArrayLibrary:
         return _CUPY
     if package in ("jax", "jaxlib"):
         return _JAX
-    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # does not call code of the library
+    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # runs no code of the library
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """Keys of arrays, of which some may be None. None if some array has no quick key or is not an array."""
+    """Returns the keys of arrays, some of which may be None. Returns None if an array has no quick key or is not an array."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
-    except (TypeError, RuntimeError):  # raised for arrays without memory, for example
+    except (TypeError, RuntimeError):  # for example from arrays without memory
         return None
     return None if None in states else states
 
@@ -131,13 +131,13 @@ def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
 class NumpyLibrary(ArrayLibrary):
     def accept(self, array: Array) -> Array:
         if not array.dtype.isnative:
-            raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
+            raise TypeError("its byte order is not native; call .astype with the native dtype")
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError("masked arrays are not supported; call .filled(value)")
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        if isinstance(array, np.ma.MaskedArray):  # its mask is not part of the key
+        if isinstance(array, np.ma.MaskedArray):  # the mask is not part of the key
             return None
         at = array.__array_interface__
         return array.dtype, at["shape"], at["strides"], at["data"]  # data has the address and the read-only flag
@@ -197,7 +197,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """JAX arrays. They are immutable, so they are converted to NumPy."""
+    """JAX arrays. Because they are immutable, they are converted to NumPy arrays."""
 
     gives_copies: bool = True
 
@@ -210,7 +210,7 @@ class _Jax(NumpyLibrary):
         try:
             return np.asarray(array)
         except RuntimeError as error:  # it was donated, or is partly on other hosts
-            raise TypeError(f"JAX gives no values of it ({error}); pass an array that is not deleted, and is on this host alone") from error
+            raise TypeError(f"JAX cannot give its values ({error}); pass an array that is not deleted, and is only on this host") from error
 
     def give(self, array: Array) -> Array:
         return sys.modules["jax"].numpy.asarray(array)
@@ -219,12 +219,12 @@ class _Jax(NumpyLibrary):
 class _AnyDLPack(NumpyLibrary):
     """Arrays in host memory of any other library that supports DLPack."""
 
-    gives_copies: bool = True  # perhaps
+    gives_copies: bool = True  # the library may copy
 
     def __init__(self, array: Array):
         try:
             namespace = array.__array_namespace__()
-        except Exception:  # any exception of another library
+        except Exception:  # the library may raise any exception
             namespace = np
         self._namespace = namespace if hasattr(namespace, "from_dlpack") else np
 
@@ -257,7 +257,7 @@ class _Torch(ArrayLibrary):
         if array.is_neg():
             raise TypeError("its negation is pending; call .resolve_neg()")
         if array.requires_grad and torch.is_grad_enabled():
-            raise TypeError("requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()")
+            raise TypeError("requires grad, but programs have no gradients; call .detach(), or run the program under torch.no_grad()")
         return array.detach()
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
@@ -309,8 +309,8 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """Returns True if a tensor has storage. Wrapper and meta tensors have no storage; some raise when asked."""
-    plain = type(tensor) is sys.modules["torch"].Tensor  # fake tensors warn if they are asked for their address
+    """True if a tensor has storage. Wrapper tensors and meta tensors have none, and some of them raise if they are asked for it."""
+    plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))
     except RuntimeError:

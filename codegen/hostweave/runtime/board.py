@@ -1,4 +1,4 @@
-"""Shared memory of one host in which ranks that are processes compare a number within a few microseconds."""
+"""Shared memory in which ranks that are processes of one host compare a number within a few microseconds."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # bits of the value; the upper bits hold the number of the exchange
+_BITS = 48  # low bits of a word, for the value; the upper bits are the number of the exchange
 _WORD = 8  # bytes, read and written atomically
 _SPINS = 200  # polls without a pause
 _LOOK = 0.05  # seconds between calls of `waits`
 
 
 class Board:
-    """Two words per rank, used alternately. A rank may overwrite a word because every rank has read it one exchange earlier."""
+    """Two words per rank, used alternately. A rank may overwrite a word because every rank has read it in an earlier exchange."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
-        """Creates the memory, or maps that of another process by its path. Raises OSError if the path cannot be mapped."""
+        """Creates the shared memory, or maps the memory that another process has created at `path`. Raises OSError if that fails."""
         self._rank, self._count, self._number = rank, count, 0
         size = 2 * count * _WORD
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hostweave", os.MFD_CLOEXEC)
@@ -33,18 +33,18 @@ class Board:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not reached the current exchange."""
+        """Ranks that have not arrived at the current exchange."""
         place = self._number % 2 * self._count
         return [rank for rank in range(self._count) if self._words[place + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 
     def forget_path(self) -> None:
-        """Closes the file. Call it after all ranks have mapped it."""
+        """Closes the file, so that its path becomes invalid. Call it after all ranks have mapped the memory."""
         os.close(self._file)
 
     def agree(self, value: int, waits: Callable[[], None]) -> bool:
-        """Returns True if all ranks give this value; the answer is the same on all.
+        """Returns True on all ranks if all ranks pass the same value, otherwise False on all ranks.
 
-        Calls `waits` every 50 ms until all ranks have come. `waits` may raise.
+        Calls `waits` every 50 ms until all ranks have arrived. `waits` may raise.
         """
         self._number += 1
         count, place = self._number % (1 << 64 - _BITS), self._number % 2 * self._count

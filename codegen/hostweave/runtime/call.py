@@ -1,4 +1,4 @@
-"""One call of a program on global arrays: checks them, splits them into local blocks, and joins the results."""
+"""One call of a program on global arrays: checks the arrays, splits them into local blocks, and joins the local results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, bloc
 
 @dataclass(frozen=True)
 class GlobalResult:
-    """Destination of a global output."""
+    """Destination of a global output: a new array or a donated array."""
 
     library: ArrayLibrary
     device: int
-    array: Array = None  # the donated array, in the form of its library object, and as the caller gave it
+    array: Array = None  # the donated array: in the form that the library's methods take, and as the caller gave it
     given: Array = None
 
 
@@ -31,7 +31,7 @@ LocalArrays = tuple[tuple[ArrayView, ...], ...]  # [rank][parameter]
 
 @dataclass(frozen=True)
 class GlobalCall:
-    """Local arrays of one call, and the data needed to join the global results."""
+    """Local arrays of one call, and the facts that are needed to join the global results."""
 
     program: HostProgram
     sizes: Mapping[str, int]
@@ -44,32 +44,32 @@ class GlobalCall:
         return [view.global_shape for view in self.inputs[0]]
 
     def places(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Address, size in bytes and device of each input and output of a rank."""
+        """Address, size in bytes and device of each input and of each output of a rank."""
         inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
         return inputs, outputs
 
     def expect_shapes_of(self, other: GlobalCall) -> None:
-        """Raises ArgumentError if two calls that run together have inputs of different shapes."""
+        """Raises ArgumentError if the inputs of two calls that run back to back have different shapes."""
         for i, parameter in enumerate(self.program.arguments):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
-                raise ArgumentError(f"{self.program.name}: {parameter.name}: calls in one run must have equal shapes")
+                raise ArgumentError(f"{self.program.name}: {parameter.name}: shapes differ between calls of one run; make them equal")
 
     def local_results(self) -> list[Any]:
-        """Local output of every rank, or a tuple of them if there are several. None for an output that the rank does not hold."""
+        """Local output, or tuple of outputs, of every rank. An output that a rank does not have is None."""
         return [
             _bare(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
             for rank in self.outputs
         ]
 
     def global_results(self) -> Any:
-        """Global output, or a tuple of them if there are several.
+        """Global output, or tuple of outputs.
 
-        A replicated output is the copy of one rank. An output in a donated input is that array.
+        A replicated output is copied from one rank. An output that reuses a donated input is that input's array.
         """
         return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
     def hand_back(self) -> None:
-        """Writes results into the arrays that were donated for them."""
+        """Copies results into the arrays that were donated for them."""
         for i, parameter in enumerate(self.program.results):
             if parameter.memory:
                 self._global_result(i, parameter)
@@ -77,7 +77,7 @@ class GlobalCall:
     def _global_result(self, index: int, parameter: Parameter) -> Array:
         ranks, to = parameter.type.mesh_in(self.program.mesh).all_ranks, self.results[index]
         if not parameter.type.axes and (parameter.type.mesh is None or to.device in (CPU_DEVICE, *ranks)):
-            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # the copy on the destination's device
+            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # the replica on the destination's device
             if to.array is None:
                 return to.library.give(own)
             ranks = ranks[:1]
@@ -86,17 +86,17 @@ class GlobalCall:
         result = to.array if fits else to.library.empty(shape, parameter.type.dtype, to.device)
         for rank in ranks:
             result[block_of(parameter.type, self.program.mesh, rank, shape)] = self.outputs[rank][index].array
-        if to.array is not None and not fits:  # the donated array has the dims in another order
+        if to.array is not None and not fits:  # the donated array has another shape
             to.array[...] = result.reshape(tuple(to.array.shape))
         to.library.wait(to.device)
         return to.given if fits else to.library.give(result)
 
 
 def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
-    """Call with these global arrays and the bound ones. Arrays may be given by position or by name.
+    """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
-    Raises ArgumentError with the names of program and argument if an array is missing or unknown, or has another dtype, number of
-    dims, device or size than the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide its sizes.
+    Raises ArgumentError with the names of program and argument if an array is missing or unknown. Also raises it if the dtype, number of
+    dims, device or size does not fit the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide the sizes.
     """
     expected = {p.name: p.type for p in program.arguments}
     arrays = in_order(program.name, bound.free, bound.arrays, given, named)
@@ -129,13 +129,13 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
     try:
         return global_shape(parameter.type, sizes)
     except ValueError as error:
-        raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
+        raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that is divisible") from None
 
 
 def _result_of(
     program: HostProgram, name: str, accepted: Mapping[str, tuple[ArrayLibrary, Array]], given: Mapping[str, Array]
 ) -> GlobalResult:
-    """Destination of an output: the donated input of this name, else a new array of the input's library."""
+    """Destination of an output: the donated input with this name, or a new array of that input's library."""
     library, array = accepted[name]
     if not given:
         return GlobalResult(library, library.device(array))

@@ -1,4 +1,4 @@
-"""Schedules of the CPU target: in parallel, or inside `seeded` one operation at a time in an order that a seed chooses."""
+"""Schedules of the CPU target: parallel, or inside `seeded` one operation at a time, in an order that a seed determines."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from hostweave.base.errors import ArgumentError
 
-PICKERS = ("mixed", "uniform", "pct", "hosts")  # same order as hw_cpu_picker
+PICKERS = ("mixed", "uniform", "pct", "hosts")  # in the order of the enum hw_cpu_picker
 
 
 @dataclass(frozen=True)
 class CpuSchedule:
-    """Schedule settings of hw_cpu_config."""
+    """Settings of hw_cpu_config."""
 
     seeded: bool = False
     seed: int = 0
@@ -24,7 +24,7 @@ class CpuSchedule:
 
     @property
     def is_special(self) -> bool:
-        """True if settings differ from the default in a way that only ranks in one process support."""
+        """True if a setting differs from the default in a way that is supported only if all ranks are in one process."""
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 
@@ -32,7 +32,7 @@ _schedule: ContextVar[CpuSchedule] = ContextVar("hostweave_schedule", default=Cp
 
 
 def schedule() -> CpuSchedule:
-    """Schedule for calls from this context."""
+    """Schedule for calls that are made from the current context."""
     return _schedule.get()
 
 
@@ -46,13 +46,13 @@ def seeded(
 ) -> AbstractContextManager[None]:
     """Runs programs of the CPU target one operation at a time, in an order that `seed` determines.
 
-    `picker` chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few random
-    moments (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. `mixed` selects
-    one of these by the seed, mostly pct.
+    `picker` is the strategy that chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few
+    random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. `mixed` selects one
+    of these by the seed, usually pct.
 
-    With `ordered_launches`, the operations of one communicator run in the order of their calls, across streams. With
-    `buffered_sends`, a send may complete before its recv starts. If either is None, the seed decides. `check_dependencies`, on by
-    default, reports conflicting accesses that are not ordered, even if this order hides the conflict. Raises ArgumentError for an
+    With `ordered_launches`, operations of one communicator run in the order in which they were enqueued, even on different streams. With
+    `buffered_sends`, a send may complete before its recv starts. If either of them is None, the seed decides. `check_dependencies` is on by
+    default. It reports conflicting accesses that are not ordered, even if they do not collide in this order. Raises ArgumentError for an
     unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
@@ -66,8 +66,9 @@ def seeded(
 def parallel(
     *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
 ) -> AbstractContextManager[None]:
-    """Runs ready operations of the CPU target in parallel, which is the default. On both targets, `run` and similar calls raise with a
-    report if no rank makes progress for `timeout_seconds`.
+    """Runs all ready operations of the CPU target in parallel. This is the default.
+
+    `timeout_seconds` applies to both targets. If no rank makes progress for that long, `run` and similar calls raise with a report.
     """
     return _using(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

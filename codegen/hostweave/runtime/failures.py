@@ -1,4 +1,4 @@
-"""Failures of a group: how a rank notices them, tells the other ranks, and gives up."""
+"""Failures of a group: how a rank detects them, reports them to the other ranks, and aborts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hostweave.runtime.standstill import Stand, describe, from_note, say, to_not
 from hostweave.runtime.stores import StoreClosed
 from hostweave.types.tensor import Shape
 
-ABORTING = 15.0  # maximum seconds for aborting
-TELLING = 1.0  # seconds for the store to take a message to the other ranks
-_ANSWER = 1.0  # seconds in which the other ranks must report their positions
-_STORE = 10.0  # seconds for the store to answer whether the group has failed
+ABORTING = 15.0  # maximum seconds for an abort
+TELLING = 1.0  # maximum seconds for the store to accept a message
+_ANSWER = 1.0  # maximum seconds for the other ranks to report their positions
+_STORE = 10.0  # maximum seconds for the store to answer whether the group has failed
 
 
 class CalledProgram(Protocol):
-    """A program that was called in a group, on this rank: a LocalProgram."""
+    """A program of this rank that was called in a group: a LocalProgram."""
 
     @property
     def progress(self) -> tuple[str, int, int, float]: ...
@@ -34,34 +34,34 @@ class CalledProgram(Protocol):
 
 
 class BegunCalls(Protocol):
-    """Sizes of the calls of a program that this rank has begun: LastSizes."""
+    """Sizes of the calls of a program that this rank has made: a LastSizes."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 
 
 class FallibleGroup:
-    """The part of a group that handles failures. A failed group cannot be reused."""
+    """The part of a group that handles failures. A group that has failed cannot be used again."""
 
     in_process: bool  # the ranks are threads of this process
 
     def __init__(self, name: str, rank: int, count: int, call_timeout: float):
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
         self.meeting = Meeting(rank, count)
-        self.members: dict[str, Any] = {}  # by target
+        self.members: dict[str, Any] = {}  # target -> this rank on its device
         self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()  # programs called in this group
-        self.compared_calls = 0  # calls of programs whose sizes ranks compare
+        self.compared_calls = 0  # number of calls whose sizes the ranks compare
         self.closed = False
         self._lock = threading.RLock()
         self._failure: str | None = None
         self._aborted = threading.Event()  # set when the abort after a failure is done
-        self._calls = 0  # number of calls made; the same calls on all ranks
-        self._waits_on_board = False  # true while it waits for late ranks
+        self._calls = 0  # number of calls that this rank has made; all ranks make the same calls
+        self._waits_on_board = False  # True while this rank waits at the board for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, BegunCalls] = weakref.WeakValueDictionary()  # by number
+        self._sizes: weakref.WeakValueDictionary[int, BegunCalls] = weakref.WeakValueDictionary()  # keyed by the number from `number`
 
     @property
     def failure(self) -> str | None:
-        """Reason why the group has failed or is closed, or None."""
+        """Reason why the group can no longer be used: its failure, or "closed". None if it can."""
         return self._failure or ("closed" if self.closed else None)
 
     def expect_working(self) -> None:
@@ -73,7 +73,7 @@ class FallibleGroup:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Fails the group on all ranks if the code inside raises."""
+        """Fails the group on all ranks if the code in the `with` block raises."""
         try:
             yield
         except BaseException as error:
@@ -81,11 +81,11 @@ class FallibleGroup:
             raise
 
     def _told(self) -> str | None:
-        """Reason why the group has failed: some rank's report, or an unreachable store. None if it has not failed."""
+        """Reason why the group has failed: the report of some rank, or a store that does not answer. None if it has not failed."""
         failure = self.meeting.failure
         try:
             return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
-        except StoreClosed:  # rank 0 has ended normally, so all common calls are done
+        except StoreClosed:  # rank 0 has ended normally, so all calls of the group are done
             return None
         except TimeoutError:
             return "the store in the process of rank 0 does not answer"
@@ -93,32 +93,32 @@ class FallibleGroup:
             return str(error)
 
     def fail(self, reason: str) -> None:
-        """Marks the group as failed, on this rank and all others."""
+        """Marks the group as failed on this rank and on all others."""
 
         def fail() -> None:
-            if not self._failure:  # otherwise the others know already
+            if not self._failure:  # otherwise the other ranks know it already
                 self._tell(lambda: self._say_why(reason))
             self.give_up(reason)
 
         interruptibly(fail)
 
     def _say_why(self, reason: str) -> None:
-        self.meeting.note(to_note(self.stands()))  # first: ranks have no position after an abort
+        self.meeting.note(to_note(self.stands()))  # before the failure is reported, because an abort erases positions
         self.meeting.fail(reason)
 
     def interrupted(self, reason: str) -> None:
-        """Gives up, for example after Ctrl-C, with a report on stderr."""
+        """Aborts, for example after Ctrl-C, and prints a report on stderr."""
         if not self._failure:
             say(report := self.report(f"rank {self.rank}: {reason}"))
             self.give_up(report)
 
     def _tell(self, tell: Callable[[], None]) -> None:
-        """Sends something to the other ranks, and ignores errors of the store."""
+        """Sends a message to the other ranks. Errors of the store are ignored."""
         with contextlib.suppress(ExecutionError, TimeoutError):
             within(TELLING, tell)
 
     def give_up(self, reason: str) -> None:
-        """Aborts all waits for other ranks. Programs can no longer be called in this group, and other groups can use its devices."""
+        """Aborts all waits for other ranks. Programs can no longer be called in this group. Other groups may use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
@@ -133,7 +133,7 @@ class FallibleGroup:
             self._aborted.set()
 
     def overdue(self) -> str | None:
-        """Message about a call that exceeds `call_timeout`, or None."""
+        """Message that a call has exceeded `call_timeout`, or None."""
         for program in list(self.programs.values()):
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
@@ -141,7 +141,7 @@ class FallibleGroup:
         return None
 
     def deserted(self) -> str | None:
-        """Message about a call that can never finish because a rank left without making it, or None."""
+        """Message that a call can never finish because another rank left without making it, or None."""
         call = self._calls + self._waits_on_board
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
@@ -151,18 +151,18 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: BegunCalls) -> int:
-        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
+        """Assigns a number to the sizes of a program. Other ranks refer to these sizes by it."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces the next meeting to the watchdogs of the other ranks, for these sizes of a call or for a program's first call."""
-        if not self.in_process:  # threads detect a late thread without a message
+        """Tells the watchdogs of the other ranks that this rank joins the next exchange. `sizes` are those of a call that it compares."""
+        if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if this rank has begun a call although another rank waits for it in a meeting before this call; otherwise None."""
+        """Message that this rank has begun a call although another rank waits for it in an exchange before that call. None otherwise."""
         if (announced := self.meeting.announced()) is None:
             return None
         meeting, text = announced
@@ -173,14 +173,14 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
+        return difference if self.meeting.number < meeting else None  # read last: a rank joins the exchange before it begins the call
 
     def stands(self) -> list[Stand]:
-        """Position of this rank in each program that was called."""
+        """Position of this rank in each program that was called in the group."""
         return [program.stand() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
-        """Tells the other ranks why the group has failed, and reports the position of each. Takes about a second at most."""
+        """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
 
         def notes() -> list[str | None]:
             self.meeting.note(to_note(self.stands()))
@@ -192,6 +192,6 @@ class FallibleGroup:
             lines += describe([from_note(note) if note else None for note in within(_ANSWER + TELLING, notes)])
         except TimeoutError:
             lines.append("  the store in the process of rank 0 does not answer")
-        except Exception as error:  # the channels must be aborted after any exception
+        except Exception as error:  # whatever the exception is, the channels still have to be aborted
             lines.append(f"  {error}")
         return "\n".join(lines)

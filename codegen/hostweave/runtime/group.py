@@ -1,4 +1,4 @@
-"""Groups: ranks that call programs together. Each rank is a thread or process that the application started."""
+"""Groups: ranks that call programs together. Each rank is a thread or a process that the application has started."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
-_MOST_SECONDS = 1e8  # seconds; longer limits exceed the range of clocks
+_MOST_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.groups: dict[str, Group] = {}  # for a thread that is a rank
+        self.groups: dict[str, Group] = {}  # groups in which this thread is a rank
 
 
 _thread = _Thread()
@@ -65,28 +65,27 @@ def init(
     call_timeout: float = CALL_TIMEOUT,
     device: int | None = None,
 ) -> Group:
-    """Makes this process a rank of a group, in which programs can be called. With `hw.Threads` the rank is this thread.
+    """Makes this process a rank of a group, in which programs can be called. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks call it; it returns when all have joined. If this process or thread is already in the group, that group is returned;
-    a failed group is replaced by a new one. `provider` gives the rank and the place where the ranks meet. By default it is the
-    environment of torchrun, mpirun or srun, or this process alone if there is none.
+    All ranks call it, and it returns when all have joined. If the process or thread is already in the group, that group is returned. A
+    group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks meet. By default the
+    environment variables of torchrun, mpirun or srun give both. Without them this process is the only rank.
 
-    `timeout`, in seconds, limits how long ranks may take to join and to make their first call of a program. `call_timeout`, in
-    seconds, limits the duration of a call. `device` is the index of this rank's GPU; by default its local rank, modulo the number
-    of visible GPUs.
+    `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
+    the duration of a call. `device` is the index of this rank's GPU. By default it is the local rank modulo the number of visible GPUs.
 
-    Raises ExecutionError if ranks do not join in time or expect another number of ranks. Raises ArgumentError if this process is
-    already in the group as another rank or with another number of ranks, and for arguments of wrong types.
+    Raises ExecutionError if ranks do not join in time, or disagree on the number of ranks. Raises ArgumentError if this process is already
+    in the group as another rank or with another number of ranks, and for arguments of wrong types.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
     if provider is not None and not (hasattr(provider, "rank_and_count") and hasattr(provider, "store")):
-        raise ArgumentError(f"hw.init: {provider!r} is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing")
+        raise ArgumentError(f"hw.init: {provider!r} is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or omit it")
     if not isinstance(group, str):
-        raise ArgumentError(f"hw.init: group={group!r} is not a name; give a text")
+        raise ArgumentError(f"hw.init: group={group!r} is not a name; pass a str")
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
-            raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; give one, such as 60")
+            raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; pass a number such as 60")
     timeout, call_timeout = min(timeout, _MOST_SECONDS), min(call_timeout, _MOST_SECONDS)
     present = current(group)
     if present and not present.failure and provider is None:
@@ -96,8 +95,8 @@ def init(
     with contextlib.nullcontext() if threads else _making:
         rank, count = provider.rank_and_count(group)
         if not isinstance(rank, int) or not isinstance(count, int) or not 0 <= rank < count:
-            why = f"the provider has this as rank {rank!r} of {count!r}"
-            raise ArgumentError(f"hw.init: {why}; ranks are ints from 0 to below their number")
+            why = f"the provider returned rank {rank!r} of {count!r}"
+            raise ArgumentError(f"hw.init: {why}; a rank must be an int from 0 to the number of ranks minus 1")
         present = current(group)
         if present and not present.failure:
             if (present.rank, present.count) == (rank, count):
@@ -114,7 +113,7 @@ def init(
 
 
 def current(group: str = "default") -> Group | None:
-    """Group of that name that this thread, or else this process, has joined; None if there is none."""
+    """Returns the group with that name that this thread or this process has joined, or None."""
     for joined in (_thread.groups, _process_groups):
         if (one := joined.get(group)) and not one.closed:
             return one
@@ -122,10 +121,10 @@ def current(group: str = "default") -> Group | None:
 
 
 class Group(FallibleGroup):
-    """Ranks that call programs together, seen from one of them. `hw.init` makes groups.
+    """Ranks that call programs together, as one of the ranks sees them. `hw.init` returns a group.
 
-    `rank` is the number of this rank, and `count` the number of ranks. `local_rank` is its index among the ranks of its host. A failed
-    group cannot be reused.
+    `rank` is the index of this rank, and `count` is the number of ranks. `local_rank` is its index among the ranks on its host. A group
+    that has failed cannot be used again.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
@@ -141,20 +140,20 @@ class Group(FallibleGroup):
         device: int | None,
         is_watched: bool = True,
     ):
-        """A group that is not watched relies on its maker to notice hangs and failures of other ranks."""
+        """If the group is not watched, its creator has to notice hangs and failures of other ranks."""
         super().__init__(name, rank, count, call_timeout)
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
         self._device, self._provider, self._is_watched = device, provider, is_watched
-        self._parts: list[Group] = []  # groups split from this one, which are closed with it
+        self._parts: list[Group] = []  # groups that were split from this one; they are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._watches: list[Watch] = []
         self.windows = Windows()
-        self.board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
-        # Keyed by an object that the variants of a program share.
+        self.board: tuple[Board | None] | None = None  # None before it is created; (None,) if that is impossible
+        # Keyed by an object that all variants of a program share.
         self.last_sizes: weakref.WeakKeyDictionary[object, BegunCalls] = weakref.WeakKeyDictionary()
-        self.calling = threading.RLock()  # held by the thread that makes a call as this rank
+        self.calling = threading.RLock()  # held by the thread that makes a call on this rank
         self._store: Store | None = None
         self._world: World | None = None
         if (store := provider.store(name, timeout)) is not None:
@@ -173,35 +172,34 @@ class Group(FallibleGroup):
 
     @property
     def can_meet(self) -> bool:
-        """True if ranks can exchange messages. False if the application provides communicators (`hw.Communicators`)."""
+        """True if ranks can exchange messages. False if the application provides only communicators (`hw.Communicators`)."""
         return type(self.meeting) is not Meeting
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of the ranks, as far as known."""
+        """Number of hosts that the ranks are on, as far as it is known."""
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
-        """Raises ExecutionError if the group has failed. On CUDA calls only enqueue: call it after a wait for the stream."""
+        """Raises ExecutionError if the group has failed. CUDA calls only enqueue work, so call it after waiting for the stream."""
         if not self._failure and (reason := self._told()):
             self.give_up(reason)
         self.expect_working()
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Splits the group: ranks that give the same `color` form a new group, ordered by `key`, then by their rank here.
+        """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by their rank in this group.
 
-        All ranks of the group call it together. A rank with color None gets None. Call programs in the new group by
-        `program(x, group=part)`; several such groups work at once. The new group has its own channels, fails independently, and
-        is closed with this one.
+        All ranks of the group call it. A rank that passes color None gets None. `program(x, group=part)` calls a program in a new group.
+        Several groups can work at the same time. A new group has its own channels, fails independently of this one, and is closed with it.
 
-        Raises ArgumentError if a color or key is not an int, and in a group of `hw.Communicators`, whose ranks exchange no
-        messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
+        Raises ArgumentError if a color or key is not an int. Raises ArgumentError in a group of `hw.Communicators`, because its ranks
+        cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
         for name, value in (("color", color), ("key", key)):
             if isinstance(value, bool) or (not isinstance(value, int) and not (value is None and name == "color")):
-                raise ArgumentError(f"group.split: {name}={value!r} is not an int{' or None' if name == 'color' else ''}; give one")
+                raise ArgumentError(f"group.split: {name}={value!r} is not an int{' or None' if name == 'color' else ''}; pass one")
         if self._communicators is not None:
             raise ArgumentError("group.split: hw.Communicators has no store; split the communicators in the application")
         self.expect_working()
@@ -221,19 +219,19 @@ class Group(FallibleGroup):
         return made
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
-        """Allocates a contiguous, uninitialised array of this rank in a window: memory that the other ranks access directly.
+        """Allocates a contiguous, uninitialised array of this rank in a window. The other ranks can access that memory directly.
 
-        All ranks call it together, with the same dtype, for `target` "cpu" or "cuda". Shapes may differ. Programs with the
-        transports peer and one_sided read such inputs from their peers and write such outputs in place; other arrays are copied.
-        For one argument, all ranks must pass arrays from the same call of `empty`, or parts of them that begin at the same
-        offset. The first call of a program with a new set of arguments in windows compiles it for these.
+        All ranks call it together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the transports peer
+        and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other arrays are copied.
+        For one argument, all ranks must pass arrays from the same call of `empty`, or parts of them with the same offset. If a call has a
+        new set of arguments in windows, the program is compiled for these arguments.
 
-        On the CPU target the result is a NumPy array; bf16 and f8 use the dtypes of `ml_dtypes`, which DLPack does not know. On
-        CUDA it is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB and
-        freed with the last array that uses it. After `close` only this rank can access it.
+        On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
+        the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
+        with the last array that uses it. After `close` only this rank can access it.
 
-        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if
-        ranks cannot reach each other's memory (as on several hosts), if the group has failed, or if memory runs out.
+        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if ranks
+        cannot access each other's memory, for example on several hosts. Raises ExecutionError if the group has failed or memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
@@ -259,12 +257,12 @@ class Group(FallibleGroup):
         return windows.array(memory, module, size, shape, dtype, on.device_of_arrays(member))
 
     def close(self) -> None:
-        """Frees this rank's devices and channels. Programs cannot be called in the group afterwards."""
+        """Frees this rank's devices and channels. Afterwards no program can be called in the group."""
         with self._lock:
             if self.closed:
                 return
             self.closed = True
-            self._tell(self._say_goodbye)  # first, because freeing a channel may wait for the others
+            self._tell(self._say_goodbye)  # first, because freeing a channel may wait for other ranks
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
@@ -279,16 +277,16 @@ class Group(FallibleGroup):
         self.meeting.leave(self._calls)
 
     def leave_to_parent(self) -> None:
-        """Marks the group as unusable in a process that was forked from the rank's."""
+        """Marks the group as unusable in a process that was forked from the rank's process."""
         self._lock, self.calling = threading.RLock(), threading.RLock()
         self.closed = True
-        self._failure = "this process was forked from the rank's"
+        self._failure = "this process was forked from the rank's process"
         self._aborted.set()
 
     # --- used by programs on this rank
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """This rank on its device of that target. Any program's module can make it, and all programs share it."""
+        """This rank on its device of that target. The module of any program can create it, and all programs share it."""
         native_calls.modules.add(module)
         with self._lock:
             if target.name not in self.members:
@@ -301,10 +299,10 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Compares the next action of all ranks, which must be the same. Returns the signatures of all ranks, by rank.
+        """Compares what all ranks are about to do, which must be the same. Returns the signatures of all ranks, indexed by rank.
 
-        Raises `error`, if given, after the exchange. Raises ExecutionError if another rank fails, has a different action, or times out;
-        `waits_for` is appended to that message.
+        If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
+        times out. `waits_for` is appended to that message.
         """
         try:
             records = self._gathered(str(signature), timeout)
@@ -323,10 +321,11 @@ class Group(FallibleGroup):
         return signatures
 
     def same_on_board(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """Returns True if all ranks give the same value, compared in shared memory of their host; None if they have none.
+        """Returns True if all ranks pass the same value, compared in shared memory of their host. Returns None if they have no shared
+        memory.
 
-        All ranks call it, and get the same answer. `announce` is called if a rank does not come at once. Raises ExecutionError if
-        the group fails, or if a rank does not come within `call_timeout`; `waits_for` is appended to that message.
+        All ranks call it and get the same answer. If a rank does not arrive at once, `announce` is called. Raises ExecutionError if the
+        group fails, or if a rank does not arrive within `call_timeout`. `waits_for` is appended to that message.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -356,7 +355,7 @@ class Group(FallibleGroup):
             self._waits_on_board = False
 
     def made_board(self) -> tuple[Board | None]:
-        """Board of all ranks, or None if some rank cannot map it, as on another host. All ranks make it together."""
+        """Creates the board of all ranks, or None if some rank cannot map it, for example on another host. It is collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         board = None
@@ -372,9 +371,9 @@ class Group(FallibleGroup):
         return (board if all_have else None,)
 
     def all_say(self, yes: bool) -> bool:
-        """Returns True on all ranks if all say yes. All ranks call it.
+        """Returns True on all ranks if all of them pass True. It is collective.
 
-        Raises ExecutionError if a rank fails, or does not call it within `call_timeout`.
+        Raises ExecutionError if a rank fails or does not call it within `call_timeout`.
         """
         try:
             return all(record == "True" for record in self._gathered(str(yes), self.call_timeout))
@@ -384,12 +383,13 @@ class Group(FallibleGroup):
             raise ExecutionError(late) from None
 
     def _gathered(self, record: str, timeout: float) -> list[str]:
-        """Records of all ranks. Raises TimeoutError if the store does not answer; noticing that may take up to a second more."""
+        """Returns the records of all ranks. Raises TimeoutError if the store does not answer, up to a second after the timeout."""
         gather = partial(self.meeting.gather, record, timeout)
         return within(timeout + TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
-        """The module's program on this rank. All ranks together make the channels that the program needs and the rank lacks."""
+        """Returns the module's program on this rank. Creates the channels that it needs and the rank does not have yet. It is
+        collective."""
 
         def connect() -> Any:
             if self._communicators is not None:
@@ -403,7 +403,8 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
-        """Makes the channel of all ranks through which they share memory. Returns the reason if they cannot, the same on all, or ""."""
+        """Creates the channel of all ranks through which they share memory. Returns the reason if they cannot, the same on all ranks, or
+        ""."""
 
         def connect() -> str:
             id = module.new_peer_id(member) if self.rank == 0 else None
@@ -414,26 +415,26 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def waiting(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which may wait for other ranks inside the runtime. Ctrl-C fails the group, which ends the wait."""
+        """Returns the result of `work`, which may wait for other ranks in native code. Ctrl-C fails the group, which ends the wait."""
         return interruptibly(work, self.interrupted) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Like `run`, for a call that returns only when all ranks have made it."""
+        """Like `run`, for a call that does not return before all ranks have made it."""
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Makes a call that all ranks make. A failure here fails the group on all ranks, except for a failed capture."""
+        """Makes a call that all ranks make. If it fails, the group fails on all ranks. A failed capture does not fail the group."""
         self._calls += 1
         try:
             with native_calls:
                 return call(*arguments)
-        except CaptureError:  # affects only this call: nothing was enqueued
+        except CaptureError:  # nothing was enqueued, so only this call fails
             raise
         except BaseException as error:
             reason = f"rank {self.rank}: {reason_of(error)}"
             first = self._failure or self._told() or member.stopped or reason
             self.fail(first)
-            if first != reason and isinstance(error, Exception):  # a consequence of the first failure
+            if first != reason and isinstance(error, Exception):  # this error is a consequence of the first failure
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
@@ -479,7 +480,8 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The parent remains the rank, so the child must not report that it leaves."""
+    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not tell other ranks that it
+    leaves."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
@@ -501,8 +503,8 @@ def _close_all() -> None:
 
 
 def _ended_by() -> str | None:
-    """Exception that ends this process, or None. At an interactive prompt the user has seen it already, so it does not count."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # processes of multiprocessing end while it propagates
+    """The exception that ends this process, or None. At an interactive prompt None: the user has seen the exception already."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in multiprocessing, a process ends while the exception propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""Programs as custom calls of XLA for jax.jit: implements `Program.as_jax_ffi`."""
+"""Programs as XLA custom calls inside jax.jit. Implements `Program.as_jax_ffi`."""
 
 import ctypes
 import threading
@@ -27,13 +27,13 @@ Program = Any  # hostweave.api.Program
 Array = Any
 ArgumentTypes = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
 
-_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # XLA's names of the targets
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # target -> XLA platform
 _LIBRARY = "libhostweave_jax.so"
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One custom call of a traced function."""
+    """One custom call in a traced function."""
 
     program: Program
     group: Group
@@ -49,16 +49,16 @@ class _Call:
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
-_calls: list[_Call] = []  # by key; compiled functions refer to them forever
+_calls: list[_Call] = []  # compiled functions refer to calls by index, forever
 _adding = renewed(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
-    """The program as a JAX function. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
+    """Returns the program as a JAX function. Raises MissingPackage without JAX, and ArgumentError if JAX cannot call this program."""
     name, host = program.name, program.host
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.results if output.memory]:
-        raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")
+        raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}, but JAX arrays cannot change; omit donate=")
     if on_parts := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
         raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: it is not on all ranks; reshard it to the whole mesh")
     inputs, known = {p.name: p.type for p in host.arguments}, dict[Any, int]()
@@ -108,7 +108,7 @@ def _place(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DT
 
 
 def _device(jax: Any, program: Program) -> int:
-    """Device on which JAX keeps this process's arrays."""
+    """Index of the device on which JAX keeps the arrays of this process."""
     backend, name = program.target.name, f"{program.name}: as_jax_ffi"
     try:
         devices = jax.local_devices(backend=backend)
@@ -118,7 +118,7 @@ def _device(jax: Any, program: Program) -> int:
         ) from None
     if len(devices) != 1:
         raise ArgumentError(
-            f"{name}: JAX has {len(devices)} devices in this process, and a rank has one; set CUDA_VISIBLE_DEVICES, "
+            f"{name}: JAX has {len(devices)} devices in this process, but a rank has one; set CUDA_VISIBLE_DEVICES, "
             "or call jax.distributed.initialize(local_device_ids=...)"
         )
     return CPU_DEVICE if backend == "cpu" else int(devices[0].local_hardware_id)
@@ -128,7 +128,7 @@ def _device(jax: Any, program: Program) -> int:
 
 
 def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
-    """Runs a call. XLA calls it from its own threads."""
+    """Runs a call. XLA calls this function from its own threads."""
     try:
         _calls[key].run(addresses, stream)
         return 0
@@ -145,7 +145,7 @@ _native_run = ctypes.CFUNCTYPE(
 
 @cache
 def _register(jax: Any, target: str) -> str:
-    """Registers the custom call for programs of a target, and returns its name."""
+    """Registers the custom call for the programs of a target. Returns its name."""
     library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
     return name
@@ -153,7 +153,8 @@ def _register(jax: Any, target: str) -> str:
 
 @cache
 def _library(include: Path, version: str) -> ctypes.CDLL:
-    """Native handler, compiled on first use with the headers of the installed JAX. Raises BuildError if that fails."""
+    """Native handler of the custom calls. It is compiled on first use with the headers of the installed JAX. Raises BuildError on
+    failure."""
     toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]

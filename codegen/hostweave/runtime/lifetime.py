@@ -1,7 +1,7 @@
-"""Times when this process must not run programs: while its interpreter ends, and after a fork if the parent ran some.
+"""Prevents programs from running while the interpreter exits, or in a forked child of a process that ran some.
 
-A thread inside the runtime while the interpreter shuts down could never return: Python ends such threads when they request the
-GIL, in the middle of C++. So running calls are stopped first, and no new ones begin.
+When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Therefore
+running calls are stopped first, and no new ones begin.
 """
 
 import os
@@ -13,24 +13,24 @@ from types import ModuleType
 from hostweave.base.errors import ExecutionError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted
 
-_GRACE = 0.2  # seconds for calls to end by themselves
-_PATIENCE = 15.0  # seconds for calls to stop
-_BACKGROUND = 2.0  # seconds for threads of the runtime to end, such as those that destroy communicators
+_GRACE = 0.2  # seconds that calls get to end by themselves
+_PATIENCE = 15.0  # seconds that calls get to stop after an interrupt
+_BACKGROUND = 2.0  # seconds that background threads get to end, for example those that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
-_used = False  # true if this process, or the parent that it was forked from, has used threads or devices
+_used = False  # True if this process, or its parent before the fork, has used threads or devices
 _forked = False
 
 
 class Exiting(ExecutionError):
-    """The interpreter is about to end."""
+    """The interpreter is exiting."""
 
 
 class _Calls:
-    """Uses of the runtime by threads. Each is inside `with calls:`."""
+    """Counts the threads that are inside the runtime. Each enters by `with calls:`."""
 
     def __init__(self) -> None:
-        self._inside: dict[int, int] = {}  # nesting depth by thread; each thread writes its own entry
+        self._inside: dict[int, int] = {}  # thread -> nesting depth; each thread writes only its entry
         self.ending = False
         self.modules: set[ModuleType] = set()  # modules of programs that ranks have used
 
@@ -52,7 +52,7 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. An interrupted call of this thread may have left an entry, which is ignored."""
+        """Stops the calls of other threads. A call of this thread does not count, because an interrupt may have left its entry behind."""
         if self.ending:
             return
         self.ending = True
@@ -62,7 +62,7 @@ class _Calls:
         self._wait(_PATIENCE)
 
     def finish(self) -> None:
-        """Waits for threads that the runtime has started. They may wait for other ranks, and the process exits without them."""
+        """Waits for background threads of the runtime. They may wait for other ranks, so the process does not wait longer than a limit."""
         deadline = time.monotonic() + _BACKGROUND
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))
@@ -81,19 +81,19 @@ calls = _Calls()
 
 
 def expect_going_on() -> None:
-    """Raises Exiting if the interpreter is about to end, Interrupted if no thread waits for the result.
+    """Raises Exiting if the interpreter is exiting. Raises Interrupted if no thread waits for the result of the current one.
 
-    Waiting calls poll it too.
+    Calls that wait poll it.
     """
     if calls.ending:
-        raise Exiting("the interpreter is exiting; join threads that run programs first")
+        raise Exiting("the interpreter is exiting; join threads that run programs before the main thread ends")
     expect_not_interrupted()
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError if the parent of this forked process ran programs. Otherwise marks devices as used.
+    """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call it before the first import or construction: another thread may have been importing at the fork.
+    Call it before the first import or construction, because another thread may have been importing a module at the time of the fork.
     """
     global _used
     if _forked:
@@ -102,14 +102,14 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers `interrupt`, called at the end of the interpreter if calls are running, to stop those that do not poll."""
+    """Registers a function for the exit of the interpreter. If calls are still running then, it stops those that do not poll."""
     _interrupts.append(interrupt)
 
 
 def _after_fork() -> None:
     global _forked
     _forked = _used
-    calls.__init__()  # type: ignore[misc]  # the parent's threads do not exist here
+    calls.__init__()  # type: ignore[misc]  # the parent's threads do not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""Source lines of the user in errors that name a line of the generated program."""
+"""Adds the user's source lines to errors that name a line of the generated program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # in texts without the user's line
-_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the code of a user's line
+_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not yet preceded by the user's line
+_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment with the user's line, above the C++ for that line
 
 
 def with_users_lines(text: str, module: ModuleType) -> str:
-    """Inserts the user's source line before each line of `program.cpp` that the text names: `model.py:12, program.cpp:64`.
+    """Inserts the user's source line before each line of `program.cpp` that a text names, as in `model.py:12, program.cpp:64`.
 
-    A line without a known source stays unchanged, and so do all lines if the file is gone.
+    A line for which no source is known stays unchanged. If program.cpp no longer exists, all lines stay unchanged.
     """
 
     def placed(found: re.Match[str]) -> str:
@@ -27,13 +27,13 @@ def with_users_lines(text: str, module: ModuleType) -> str:
 
 
 def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
-    """Replaces lines of the program in the message of an error."""
+    """Inserts the user's source lines into the message of an error."""
     error.args = (with_users_lines(str(error), module), *error.args[1:])
 
 
 @cache
 def _users_lines(file_of_module: str) -> dict[int, str]:
-    """The user's line for each line of a module's program.cpp: the line in the comment above it. A comment applies until the next empty
+    """Maps line numbers of a module's program.cpp to the user's lines. A line belongs to the last source comment above it, up to an empty
     line."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()

@@ -1,4 +1,4 @@
-"""A program on this rank of a group: implements `program(*local_arrays)`."""
+"""A program on this rank of a group. Implements `program(*local_arrays)`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from hostweave.types.tensor import Shape, block_shape, holds
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
-_building = renewed(threading.Lock())  # ranks that are threads need the module at the same time
+_building = renewed(threading.Lock())  # ranks that are threads request the module at the same time
 
 
 class LocalProgram:
-    """A program, ready on this rank. All ranks of the group make it at the same time."""
+    """A program that is ready to run on this rank. Creating it is collective."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module` builds and loads the native module on first use. The variants of a program share the object `family`.
+        """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
 
-        `lacks` is the reason why this rank lacks calls of a library, or "". No channel is made if some rank has such a reason; all ranks
-        then have it as `out_of_reach`. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks
-        disagree on it. Raises CaptureError if the stream of the first call is being captured.
+        `lacks` says which library calls this rank lacks, or is "". If any rank lacks some, no channel is created, and `out_of_reach` is
+        that reason on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks have
+        different programs. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
         self.host, self.target, self._group = host, target, group
@@ -67,14 +67,14 @@ class LocalProgram:
         self.common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
         for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
             if is_set and group.count > 1 and not group.can_meet:
-                where = f"{host.name}: {option}: the ranks of group {group.name!r} have nowhere to meet"
-                raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+                where = f"{host.name}: {option}: the ranks of group {group.name!r} have no store for messages"
+                raise ArgumentError(f"{where}; use a provider with a store, or omit the option")
         self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
-        self._ready_for: Any = None  # shapes of the last call
-        self._staged: Any = None  # calls of `Program.run`
-        self._bound_spans: tuple[Span, ...] = ()  # sizes of all ranks, for the last call
+        self._ready_for: Any = None  # key of the shapes that the native program is prepared for
+        self._staged: Any = None  # native staged calls, for `Program.run`
+        self._bound_spans: tuple[Span, ...] = ()  # memory of bound inputs on all ranks
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[CpuSchedule, Any] | None = None
 
@@ -83,7 +83,7 @@ class LocalProgram:
             with _building:
                 loaded = module()
             if stream and loaded.is_captured(stream):
-                raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
+                raise CaptureError(f"{host.name}: the stream is being captured, but this is the first call; make one call before")
             return loaded, group.member(loaded, self.target)
 
         self._intent = replace(self._intent, bound=lacks)
@@ -95,20 +95,20 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._meets, group.windows)
         self.native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
-        # Reason why ranks cannot reach each other's memory, or ""; the same on all.
+        # Reason why ranks cannot access each other's memory, or "". It is the same on all ranks.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self.target.device_name()) if options.tune else None
-        self._asks = True  # True if measured algorithms are exchanged when plans are made next, which all ranks then do
+        self._asks = True  # True if the ranks exchange measured algorithms when they make plans next
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = None
         if compares:
             sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
-        # On the CPU target a call returns only when all ranks have made it.
+        # On the CPU target a call does not return before all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """First reason of any rank why peers cannot reach each other's memory. Only some channels may be affected."""
+        """Reason of the lowest rank that cannot access the memory of peers, or "". Possibly only some channels are affected."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
@@ -116,25 +116,25 @@ class LocalProgram:
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
-        """The program's name, calls made, calls done, and seconds that the oldest unfinished call has taken."""
+        """Name of the program, number of calls made, number of calls done, and seconds since the start of the oldest unfinished call."""
         native = self.native
         return self.host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def stand(self) -> Stand:
-        """Position of this rank in the program, for reports of hangs."""
+        """Position of this rank in the program, for the report of a hang."""
         native = self.native
         if native is None:
             return Stand(self.host.name, 0, 0)
-        position = native.standstill()  # before the counts, which then include the call that it describes
+        position = native.standstill()  # read before the counts, so that these include the described call
         return stand_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
-        """Frees the program's resources on the rank, after the current call."""
+        """Frees the program's resources on this rank after the current call."""
         self._staged = self.native = self._member = None
         self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
-        """Native program and rank for one call. Raises ExecutionError if another thread has closed them."""
+        """Native program and rank for one call. Raises ExecutionError if another thread has closed the program."""
         native, member = self.native, self._member
         if native is None or member is None:
             self._group.expect_working()
@@ -142,13 +142,13 @@ class LocalProgram:
         return native, member
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
-        """Calls the program with the rank's arrays; see `Program`."""
+        """Calls the program with this rank's arrays, see `Program.__call__`."""
         with self._group.calling:
             _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
         return self._given_back(bound, arrays, outputs) if out is None else out
 
     def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
-        """Prepares calls of these global sizes; see `Program.prepare`."""
+        """Prepares calls at these global sizes, see `Program.prepare`."""
 
         mesh, rank = self.host.mesh, self._group.rank
 
@@ -175,7 +175,7 @@ class LocalProgram:
             self._agreed(step, self._group.timeout) if self._meets else step()
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
-        """Calls the program, and captures that call."""
+        """Makes a call and captures it, see `Program.capture`."""
         name = self.host.name
 
         def make() -> Any:
@@ -194,7 +194,7 @@ class LocalProgram:
                 self._open()
                 handle = self.arguments.handle(stream, taken.library)
                 self._compare(taken, shapes)
-                if self._meets and not self.target.is_asynchronous:  # the CPU device cannot tell a late rank from one that never comes
+                if self._meets and not self.target.is_asynchronous:  # the CPU device cannot tell late from missing ranks
                     self._agreed(lambda: taken, self._group.call_timeout)
                 self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
 
@@ -210,16 +210,16 @@ class LocalProgram:
         return bool(self._ready_for == call.global_shapes())
 
     def prepare_for(self, call: GlobalCall) -> None:
-        """Prepares calls of the shapes of this one. All ranks do so at the same time."""
+        """Prepares calls with the shapes of this one. All ranks do so at the same time."""
         self._ready_for, shapes = None, [view.shape for view in call.inputs[self._group.rank]]
         with self._group.failing() if self.module.prepares_together else nullcontext(), self._measuring():
             self._open()[0].prepare(shapes, call.global_shapes(), 0)
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Stages prepared calls: allocates memory for them, and fetches arrays from GPUs of other ranks.
+        """Stages prepared calls: allocates memory for them, and copies arrays from the GPUs of other ranks.
 
-        Returns a function that makes the calls by `work`. It is called on the rank's thread.
+        Returns a function that makes the calls by `work`. That function has to run on the rank's thread.
         """
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
@@ -236,12 +236,12 @@ class LocalProgram:
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[Taken, Sequence[MadeOutput], tuple[int, ...]]:
-        """Makes a call. Also returns the new outputs and the addresses of all outputs."""
+        """Makes a call. Also returns the new outputs, and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:
             raise
-        except BaseException as interruption:  # an interrupt may come between two steps
+        except BaseException as interruption:  # an interrupt may arrive between two steps
             self._fail_by(interruption)
             raise
 
@@ -268,7 +268,7 @@ class LocalProgram:
         return taken, outputs, addresses
 
     def _begin(self, taken: Taken, *call: Any) -> None:
-        """Makes a call that all ranks make, after they have compared its sizes."""
+        """Makes a call that all ranks make. The ranks have already compared its sizes."""
         if self._compared:
             self._compared.begin(taken)
         try:
@@ -279,7 +279,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
-        """Decides with the other ranks if this call and the following ones are graphs. Calls are not captured if some rank cannot
+        """Decides together with the other ranks whether this call and the following ones run as graphs. They do not if some rank cannot
         capture."""
         unseen = native.unseen
         wants = common.wants(unseen) and (common.agreed or self._can_capture(native, taken, addresses))
@@ -296,7 +296,7 @@ class LocalProgram:
         return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
-        """Results for the caller. A donated input gives the caller's array, or a reshaped view if the result has other dims."""
+        """Results for the caller. For a donated input that is the caller's array, or a reshaped view if the result has another shape."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
@@ -312,7 +312,7 @@ class LocalProgram:
             self._expect_fitting(taken.given[1])
             return (), taken.given[0]
         except BaseException as error:
-            if self._meets:  # the other ranks are about to call
+            if self._meets:  # the other ranks are about to make the call
                 self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 
@@ -324,14 +324,14 @@ class LocalProgram:
             taken = take()
         ready_for = _shapes_of(taken)
         changed = self._ready_for != ready_for
-        if changed:  # before ranks compare: a variant without loops may take the call, and then compares
+        if changed:  # before ranks compare sizes: if a variant without loops makes the call, that variant compares
             self._expect_divided(taken)
         self._compare(taken, ready_for)
         if changed:
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(native, taken, self.arguments.global_shapes(taken))
-            except CaptureError:  # nothing was changed
+            except CaptureError:  # no plan was changed
                 self._ready_for = before
                 raise
             self._ready_for = ready_for
@@ -340,12 +340,12 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, taken: Taken, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks, unless the shapes are those of the last call."""
+        """Compares the sizes of a call with those of the other ranks. Skipped if the shapes are those of the last call."""
         if self._compared and self._compared.compare(taken, shapes):
             self._asks = True
 
     def _ready_together(self, take: Callable[[], Taken], native: Any) -> Taken:
-        """Checks a call together with the other ranks. Bound inputs are exchanged only if they have changed."""
+        """Checks a call together with the other ranks. Bound inputs are exchanged only after they have changed."""
         timeout = self._group.call_timeout
         taken, signatures = self._agreed(take, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -373,7 +373,7 @@ class LocalProgram:
         return taken
 
     def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
-        """Runs a step that may fail on some ranks only, and tells the others. Either all ranks continue, or all raise."""
+        """Runs a step that may fail on some ranks, and exchanges the outcome. Afterwards either all ranks continue or all raise."""
         result, error = None, None
         try:
             result = step()
@@ -391,7 +391,7 @@ class LocalProgram:
         return result, signatures
 
     def _fail_by(self, interruption: BaseException) -> None:
-        """Fails the group if other ranks are about to wait for this one."""
+        """Fails the group if other ranks may wait for this one."""
         if self._group.count > 1:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 
@@ -402,7 +402,7 @@ class LocalProgram:
         if self.target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
                 f"{name}: is for the target {self.target.name}, whose ranks share the memory of one host; group {group.name!r} "
-                f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
+                f"is on {group.hosts} hosts; compile for cuda, or start all ranks on one host"
             )
 
     def _expect_divided(self, taken: Taken, global_shapes: Sequence[Shape] | None = None) -> None:
@@ -418,11 +418,11 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Plans are made inside this context. Ranks that are processes all use the algorithms that one of them has measured, now or before.
+        """Surrounds the creation of plans. Ranks that are processes then all use the algorithms that one of them has measured.
 
-        Ranks exchange algorithms at their first plans, and for sizes that all of them compare. If only the arrays of this rank have
-        changed, nothing is exchanged: plans for the same sizes measure nothing new. Ranks of a program without communication exchange at
-        the first plans only.
+        Ranks exchange algorithms when they first make plans, and when all of them prepare new sizes. If only the arrays of this rank have
+        changed, nothing is exchanged, because plans for known sizes measure nothing new. Ranks of a program without communication exchange
+        algorithms only when they first make plans.
         """
 
         def gathered(record: str) -> list[str]:
@@ -439,18 +439,18 @@ class LocalProgram:
         self._asks = False
 
     def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
-        """Records of all ranks."""
+        """Exchanges a record. Returns the records of all ranks."""
         signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     # --- outputs
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[MadeOutput]:
-        """New outputs, for use on the stream of the call. None for an output in a donated input."""
+        """Allocates new outputs for use on the stream of the call. None stands for an output that reuses a donated input."""
         held, library = self._makes, taken.library
         if library is None:
             if any(held):
-                why = f"rank {self._group.rank} passes no array, so the array library of its outputs is unknown"
+                why = f"rank {self._group.rank} passes no array, so the library of its output arrays is unknown"
                 raise ArgumentError(f"{self.host.name}: {why}; pass them as out=")
             return [None] * len(held)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
@@ -484,12 +484,12 @@ def _shapes_of(taken: Taken) -> object:
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> CallSizes:
-    """Sizes of a call. A function, not a method, so that the program has no reference cycle and is freed at once."""
+    """Sizes of a call. It is a function and not a method, to avoid a reference cycle that would delay freeing the program."""
     return CallSizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the global arrays, if every rank holds blocks of these shapes. The program knows dims of ints."""
+    """Shapes of the global arrays, if every rank has blocks of these shapes. Dims with constant sizes need no inference."""
     return [
         tuple(
             int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
@@ -500,7 +500,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
-    """Native stream of a call with these arrays, or 0 if it is unknown before the arrays are checked."""
+    """Native stream of a call with these arrays, or 0 if it cannot be known before the arrays are checked."""
     try:
         if (handle := target.stream(stream)) is not None:
             return handle
@@ -514,7 +514,7 @@ def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
 
 
 def _first_communication(host: HostProgram) -> str:
-    """Description of the first communication, at which a rank waits if others do not come."""
+    """Text that names the first communication. A rank waits there if other ranks do not arrive."""
     instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
     if instruction is None:
         return ""

@@ -1,7 +1,7 @@
-"""Exchanges between ranks on the host: each rank contributes a record, and all receive the records of all.
+"""Exchanges between the hosts of ranks: each rank contributes a record, and gets the records of all ranks.
 
-A failure that one rank reports ends the waits of the others. A record is the signature of a call, so ranks detect that they are
-about to make different calls.
+If one rank reports a failure, the others stop waiting. Records are usually signatures of calls, so that ranks detect that they are about to
+make different calls.
 """
 
 from __future__ import annotations
@@ -16,72 +16,73 @@ from typing import NamedTuple
 from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 from hostweave.types.tensor import Shape
 
-_LOOK = 0.25  # seconds between checks for a failure of another rank
-_LEFT = "-1 left"  # replaces a record; followed by the number of calls that the rank has made
+_LOOK = 0.25  # seconds between checks whether another rank has failed
+_LEFT = "-1 left"  # marks a record of a rank that has left; the number of its calls follows
 
 
 class PeerLost(Exception):
-    """Timeout while waiting for some ranks."""
+    """Some ranks did not arrive before the timeout."""
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = tuple(ranks)
 
 
 class Failed(Exception):
-    """Failure of another rank. The message begins with that rank."""
+    """Another rank has failed. The message begins with that rank."""
 
 
 class Meeting:
-    """One rank's endpoint for the meetings of its group. After a failed meeting the group must be made again.
+    """One rank's access to the exchanges of its group. If an exchange fails, the group cannot be used again.
 
-    This base class is for ranks that cannot exchange messages. It assumes that the other ranks do the same as this one.
+    This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
     """
 
     @property
     def waits_at_store(self) -> bool:
-        """True if `failure` blocks without polling."""
+        """True if `failure` blocks until there is news, instead of polling."""
         return False
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
-        self.number = 0  # number of meetings that this rank has joined
+        self.number = 0  # number of exchanges that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed if another rank has failed."""
+        """Returns the records of all ranks, indexed by rank. Raises PeerLost after `timeout` seconds, and Failed if another rank has
+        failed."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
-        """Reports to the others that the group has failed. The first reason counts."""
+        """Tells the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
-        """Tells the others that this rank leaves after `calls` calls, so that they do not wait for it."""
+        """Tells the other ranks that this rank leaves after `calls` calls, so that they do not wait for it."""
 
     def left(self) -> dict[int, int]:
-        """Ranks that have left -> number of calls that each made."""
+        """Ranks that have left, with the number of calls that each has made."""
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
-        """Reason why the group has failed, as some rank reported. Waits up to `timeout` seconds for a reason."""
+        """Reason why the group has failed, according to some rank. Waits up to `timeout` seconds for one."""
         time.sleep(timeout)
         return None
 
     def announce(self, text: str) -> None:
-        """Tells the watchdogs of the other ranks that this rank enters the next meeting."""
+        """Tells the watchdogs of the other ranks that this rank joins the next exchange."""
 
     def announced(self) -> tuple[int, str] | None:
-        """Number of the last announced meeting, and the text of the announcement."""
+        """Number of the exchange that was announced last, and the text of the announcement."""
         return None
 
     def note(self, text: str) -> None:
-        """Publishes the progress of this rank."""
+        """Publishes the position of this rank."""
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        """Progress of all ranks. Waits up to `timeout` seconds for ranks whose process or thread has not ended."""
+        """Positions of all ranks. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
         return [None] * self._count
 
 
 class StoreMeeting(Meeting):
-    """Meetings through a store. Keys are reused, so that the store does not grow."""
+    """Exchanges through a store. Each exchange uses the same keys, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
@@ -92,7 +93,7 @@ class StoreMeeting(Meeting):
         return isinstance(self._store, TcpStore | MemoryStore)
 
     def wills(self) -> dict[str, str]:
-        """Values that the store sets if this rank's process ends without `leave`."""
+        """Values that the store sets if the process of this rank ends without calling `leave`."""
         reason = f"rank {self._rank}: its process has ended"
         return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
 
@@ -103,7 +104,7 @@ class StoreMeeting(Meeting):
         try:
             if self._rank == 0:
                 records = [self._await(f"record/{rank}", deadline) for rank in range(self._count)]
-                if reason := self.failure():  # some may have timed out waiting for this rank
+                if reason := self.failure():  # other ranks may have timed out while they waited for this one
                     raise Failed(reason)
                 self._set("records", f"{self.number} {json.dumps(records)}")
                 return records
@@ -150,7 +151,7 @@ class StoreMeeting(Meeting):
         return [note(rank) for rank in range(self._count)]
 
     def _await(self, key: str, deadline: float) -> str:
-        """Waits for a record of the current meeting."""
+        """Waits for a record of the current exchange."""
         pause = 0.0002
         look_at = time.monotonic() + _LOOK
         while True:
@@ -186,22 +187,22 @@ class StoreMeeting(Meeting):
 
 
 class ThreadTable:
-    """Shared state through which the threads of one world meet."""
+    """Shared state through which the threads of one group exchange records."""
 
     def __init__(self, threads: Sequence[threading.Thread | None]):
         self.threads = tuple(threads)  # by rank
         self.changed = threading.Condition()
-        self.number = 0  # number of finished meetings
-        self.records: dict[int, str] = {}  # messages in the current meeting
-        self.result: list[str] = []  # messages of the last meeting
+        self.number = 0  # number of finished exchanges
+        self.records: dict[int, str] = {}  # rank -> record in the current exchange
+        self.result: list[str] = []  # records of the last exchange, by rank
         self.left: dict[int, int] = {}  # rank that has left -> number of calls that it made
-        self.absent: list[int] = []  # absent ranks when the first rank timed out; the others then time out too
+        self.absent: list[int] = []  # ranks that were absent when the first rank timed out; the others then time out too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
-        self.answers: dict[int, Callable[[], str | None]] = {}  # functions that report the position of each rank
+        self.answers: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
 
     def finish(self) -> None:
-        """Ends a meeting after all ranks have come."""
+        """Ends an exchange after all ranks have arrived."""
         self.result = [record for _, record in sorted(self.records.items())]
         self.records = {}
         self.number += 1
@@ -214,7 +215,7 @@ class ThreadTable:
 
 
 class ThreadMeeting(Meeting):
-    """Meetings among the threads of one process. It also detects threads that have ended."""
+    """Exchanges among the threads of one process. Also detects threads that have ended."""
 
     @property
     def waits_at_store(self) -> bool:
@@ -242,7 +243,7 @@ class ThreadMeeting(Meeting):
             return table.result
 
     def _wait(self, deadline: float) -> None:
-        """Waits briefly for another rank to come. Raises Failed if one never will."""
+        """Waits briefly for another rank to arrive. Raises Failed if a rank can no longer arrive."""
         table = self._table
         absent = [rank for rank in range(self._count) if rank not in table.records]
         if gone := next(filter(None, map(self._gone, absent)), None):
@@ -255,7 +256,7 @@ class ThreadMeeting(Meeting):
             table.changed.notify_all()
 
     def _gone(self, rank: int) -> str | None:
-        """Reason why a rank will never come, or None."""
+        """Reason why a rank can no longer arrive, or None."""
         thread = self._table.threads[rank]
         if rank in self._table.left:
             return f"rank {rank} has left"
@@ -284,14 +285,14 @@ class ThreadMeeting(Meeting):
             self._table.changed.notify_all()
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        """Notes of all ranks. Ranks that are present answer with their current state."""
+        """Positions of all ranks. Ranks whose thread is alive report their current position."""
         with self._table.changed:
             notes = list(self._table.notes)
             answers = {rank: answer for rank, answer in self._table.answers.items() if not self._gone(rank)}
         return [answers[rank]() if rank in answers else note for rank, note in enumerate(notes)]
 
     def answer_by(self, answer: Callable[[], str | None]) -> None:
-        """Sets the function that answers other ranks' requests for this rank's state."""
+        """Sets the function by which this rank answers requests for its position."""
         with self._table.changed:
             self._table.answers[self._rank] = answer
 
@@ -300,7 +301,7 @@ class ThreadMeeting(Meeting):
 
 
 class Span(NamedTuple):
-    """Byte range of an argument in the memory of the rank's process."""
+    """Byte range of an argument in the address space of the rank's process."""
 
     begin: int
     end: int
@@ -311,17 +312,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A program that a rank is about to prepare or call. `error` is the reason if it cannot."""
+    """The program that a rank is about to prepare or call. `error` is the reason if the rank cannot."""
 
     program: str
     mesh: str
-    digest: str  # hash of everything that determines the program
-    shapes: tuple[Shape, ...] = ()  # shapes of the rank's inputs, for a call
+    digest: str  # hash of all that determines the program
+    shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
     spans: tuple[Span, ...] = ()  # addresses of the rank's arguments, if ranks are threads of one process
     error: str = ""
-    bound: str = ""  # digest of the bound inputs, which shapes and spans omit
-    windows: tuple[tuple[int, int], ...] = ()  # places of arguments in windows
-    call: int = 0  # number of the call of the program whose sizes are compared
+    bound: str = ""  # digest of the bound inputs, which are not in `shapes` and `spans`
+    windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
+    call: int = 0  # number of the call whose sizes are compared
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -340,11 +341,11 @@ class CallSignature:
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:
-    """First difference of some rank from rank 0, or the error of a rank. None if all can continue."""
+    """Describes the first difference between some rank and rank 0, or the error of a rank. None if all ranks can continue."""
     first = signatures[0]
     for rank, signature in enumerate(signatures):
         if signature.error:
-            return f"rank {rank} cannot go on: {signature.error}"
+            return f"rank {rank} cannot continue: {signature.error}"
     for rank, signature in enumerate(signatures):
         if (signature.program, signature.mesh) != (first.program, first.mesh):
             return (
@@ -358,17 +359,15 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
         if signature.call != first.call:
             return (
                 f"rank {rank} compares the sizes of call {signature.call}, rank 0 those of call {first.call}; "
-                "pass sizes that fit together to each call"
+                "pass consistent sizes to each call"
             )
         if signature.windows != first.windows:
             return (
-                f"rank {rank} and rank 0 pass arrays of different calls of group.empty; pass arrays of the same call, with the same offset"
+                f"rank {rank} and rank 0 pass arrays from different calls of group.empty; pass those of the same call, with equal offsets"
             )
     return None
 
 
 def other_call(rank: int, than: int, call: int) -> str:
     """Message that two ranks make different calls."""
-    return (
-        f"rank {rank} and rank {than} make different calls as call {call}; make the same calls on all ranks, with sizes that fit together"
-    )
+    return f"rank {rank} and rank {than} make different calls as call {call}; make the same calls on all ranks, with consistent sizes"

@@ -1,4 +1,4 @@
-"""Providers of a rank and of the group's store: one small class for each way to start ranks."""
+"""Providers give a rank its index and the store of its group. There is one small class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 
 T = TypeVar("T")
 
-_servers: dict[str, TcpServer] = {}  # servers of this process by job, until it ends
+_servers: dict[str, TcpServer] = {}  # job -> server in this process, which runs until the process ends
 _servers_lock = renewed(threading.Lock())
-_PATIENCE = 10.0  # seconds for the threads of ranks to end after an interrupt
+_PATIENCE = 10.0  # seconds that the threads of ranks get to end after an interrupt
 MOST_THREADS = 1024
 
 
 class Provider(Protocol):
-    """Interface through which `hw.init` gets the rank, and a store for messages between ranks. Applications may implement it."""
+    """Gives `hw.init` the rank, and a store for messages between ranks. Applications may implement this interface."""
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
-        """This rank of the group, and the number of ranks."""
+        """Index of this rank in the group, and the number of ranks."""
 
     def store(self, group: str, timeout: float) -> Store | None:
-        """Store of the group, connected within `timeout` seconds, or None if the ranks have none.
+        """Returns the store of the group, connected within `timeout` seconds, or None if the ranks have no store.
 
-        A store has `set(key, bytes)` and `get(key, timeout)`, which blocks until the key is set and raises TimeoutError. All
-        ranks call this each time a group is made.
+        A store has `set(key, bytes)` and `get(key, timeout)`. `get` blocks until the key is set, and raises TimeoutError after `timeout`
+        seconds. All ranks call this method each time a group is made.
         """
 
 
 def _wait_for(queue: SimpleQueue[int]) -> None:
-    """Waits for an item. A signal that arrives just before the wait does not end it. The next poll handles it."""
+    """Waits for an item. Polls, because a signal that arrives just before the wait would otherwise not be handled."""
     while True:
         try:
             queue.get(timeout=LOOK)
@@ -58,21 +58,20 @@ def _wait_for(queue: SimpleQueue[int]) -> None:
 
 
 class Threads:
-    """`count` threads of this process as ranks. Call `hw.init` in every thread with the same object, or let `run` start the
-    threads.
+    """Ranks that are `count` threads of this process. Call `hw.init` in every thread with the same object, or use `run` to start threads.
 
-    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError if `count` is below
-    1 or above 1024.
+    A thread becomes the first free rank, and the rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1
+    or above 1024.
 
     Example: `ys = hw.Threads(8).run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
 
     def __init__(self, count: int):
         if not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
-            raise ArgumentError(f"hw.Threads: {count!r} ranks; the number must be from 1 to {MOST_THREADS}")
+            raise ArgumentError(f"hw.Threads: count={count!r} is not an int from 1 to {MOST_THREADS}; pass the number of ranks")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
-        self.tables: dict[str, ThreadTable] = {}  # groups by epoch
+        self.tables: dict[str, ThreadTable] = {}  # epoch of a group -> shared state of the group
         self.parts: dict[str, Threads] = {}  # providers of split groups, by name
         self.lock = threading.Lock()
         self._store = MemoryStore()
@@ -83,7 +82,7 @@ class Threads:
             if me not in self.threads:
                 free = next((rank for rank, thread in enumerate(self.threads) if thread is None or not thread.is_alive()), None)
                 if free is None:
-                    raise ArgumentError(f"hw.Threads: more threads have joined than the {self.count} ranks; use more ranks")
+                    raise ArgumentError(f"hw.Threads: all {self.count} ranks are taken by other threads; create it with more ranks")
                 self.threads[free] = me
             return self.threads.index(me), self.count
 
@@ -91,12 +90,12 @@ class Threads:
         return self._store
 
     def table(self, epoch: str) -> ThreadTable:
-        """Shared state through which the threads of a group meet."""
+        """Shared state of the group with that epoch. Its threads exchange records through it."""
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """A provider for some of these threads, in this order. All of them get the same object."""
+        """Provider for some of these threads, in this order. Each of them gets the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -104,7 +103,7 @@ class Threads:
             return self.parts[name]
 
     def fail(self, reason: str) -> None:
-        """Wakes all ranks that wait for others; they raise."""
+        """Makes all ranks raise that wait for other ranks."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():
@@ -115,9 +114,9 @@ class Threads:
     @tells_shortages
     @checked
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
+        """Calls `function(rank)` in a new thread for every rank. Returns the results as a list, indexed by rank.
 
-        If some raise, waits for all threads and raises the first exception.
+        If some calls raise, waits for all threads and then raises the first exception.
         """
         results: list[Any] = [None] * self.count
         failures: list[BaseException] = []
@@ -142,7 +141,7 @@ class Threads:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                _wait_for(ended)  # not `join`: if it is interrupted, Python 3.11 considers the thread ended
+                _wait_for(ended)  # not `join`: after an interrupted join, Python 3.11 believes that the thread has ended
         except BaseException as interruption:
             why = f"interrupted by {type(interruption).__name__}"
             interruptibly(lambda: self._end(threads, why))
@@ -154,7 +153,7 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Makes waiting ranks raise, and others in their next call. Waits briefly for their threads."""
+        """Makes ranks raise, in their current wait or in their next call. Waits briefly for their threads."""
         self.fail(why)
         deadline = time.monotonic() + _PATIENCE
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -162,7 +161,7 @@ class Threads:
 
 
 class SplitProvider:
-    """Some ranks of another provider, renumbered in this order. The ranks are processes."""
+    """Provider for some ranks of another provider, renumbered in the given order. The ranks are processes."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
         self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
@@ -176,14 +175,12 @@ class SplitProvider:
 
 @checked_arguments
 class Environment:
-    """Processes that torchrun, mpirun or srun started: ranks come from environment variables, and rank 0 runs a TCP store.
+    """Ranks that are processes started by torchrun, mpirun or srun. Environment variables give the ranks, and rank 0 runs a TCP store.
 
-    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port near MASTER_PORT, never on MASTER_PORT itself.
-    Both ends authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if variables are
-    missing.
+    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port near MASTER_PORT, but never on MASTER_PORT itself. Both
+    ends authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if variables are missing.
 
-    Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT":
-    "29500"}))`.
+    Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
     """
 
     def __init__(self, environ: Environ | None = None):
@@ -191,7 +188,7 @@ class Environment:
 
     @property
     def local_rank(self) -> int | None:
-        """Index of this process among those of its host, if the launcher sets it."""
+        """Index of this process among those on its host, or None if the launcher does not set it."""
         return self._launch.local_rank
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
@@ -208,10 +205,10 @@ class Environment:
 
 @checked_arguments
 class TorchStore:
-    """Processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
+    """Ranks that are processes of torch.distributed. Uses its default store or the given one, and nothing else of torch.distributed.
 
-    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then. Raises ArgumentError if
-    torch.distributed is needed and not initialised, MissingPackage if PyTorch is not installed.
+    If `store`, `rank` and `count` are all given, torch.distributed need not be initialised. Raises ArgumentError if it needs to be and is
+    not. Raises MissingPackage if PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
@@ -223,7 +220,7 @@ class TorchStore:
                 "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
             )
         if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
-            raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or nothing")
+            raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or omit it")
         self._rank: int = torch.get_rank() if rank is None else rank
         self._count: int = torch.get_world_size() if count is None else count
         self._store = _TorchKeys(torch.distributed_c10d._get_default_store() if store is None else store)
@@ -236,7 +233,7 @@ class TorchStore:
 
 
 class _TorchKeys:
-    """A torch.distributed store. It is polled, because a blocking call would block other threads of the process."""
+    """A store of torch.distributed. It is polled, because a blocking call would block the other threads of the process."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -259,10 +256,10 @@ class _TorchKeys:
 
 @checked_arguments
 class MPI:
-    """Processes of an mpi4py communicator, MPI.COMM_WORLD by default.
+    """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
-    Rank 0 runs a TCP store. MPI broadcasts its address and a random token when `hw.init` is called on all ranks. Raises
-    MissingPackage if mpi4py is not installed.
+    Rank 0 runs a TCP store. When all ranks call `hw.init`, MPI broadcasts the store's address and a random token. Raises MissingPackage if
+    mpi4py is not installed.
 
     Example: `hw.init(hw.MPI())`.
     """
@@ -271,7 +268,7 @@ class MPI:
         if comm is None:
             comm = optional("mpi4py.MPI", "hw.MPI").COMM_WORLD
         if not hasattr(comm, "Get_rank"):
-            raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass one of mpi4py, or nothing")
+            raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass one of mpi4py, or omit it")
         self._comm = comm
         self._where: tuple[list[Address], str] | None = None
 
@@ -296,10 +293,10 @@ class MPI:
 
 @checked_arguments
 class Communicators:
-    """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
+    """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` for a channel along two axes.
 
-    A pointer is an ncclComm_t as an int, and must outlive the group. Without a store, calls of the ranks are not compared:
-    the application must make sure that all ranks call the same programs.
+    A pointer is an ncclComm_t as an int. The communicator must outlive the group. There is no store, so calls of the ranks are not
+    compared: the application must make sure that all ranks call the same programs.
 
     Example: `hw.init(hw.Communicators({"x": pointer}, rank, count))`.
     """
@@ -316,7 +313,7 @@ class Communicators:
 
 
 def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer:
-    """Starts the store of a job in this process, or returns the running one."""
+    """Starts the store of a job in this process, or returns it if it is running already."""
 
     def serve() -> TcpServer:
         with _servers_lock:
@@ -328,13 +325,13 @@ def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer
 
 
 def default_provider() -> Provider:
-    """The launcher's environment if there is one, otherwise this process as the only rank."""
+    """Returns a provider for the launcher's environment. Without a launcher, this process is the only rank."""
     return Environment(os.environ if launched(os.environ) else {"RANK": "0", "WORLD_SIZE": "1"})
 
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit, after a delay in which slower ranks may read the last records."""
+    """Closes this process's stores at exit. Waits before, so that slower ranks can read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
@@ -342,14 +339,14 @@ def close_servers() -> None:
 
 
 def _after_fork() -> None:
-    _servers.clear()  # the parent's threads do not exist here
+    _servers.clear()  # the parent's threads do not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses at which this process may be reachable from this and other hosts."""
+    """Names and addresses at which other hosts, or processes of this host, may reach this process."""
     name = socket.gethostname()
     hosts = [name, socket.getfqdn()]
     with contextlib.suppress(OSError):
@@ -358,12 +355,12 @@ def _own_hosts() -> list[str]:
 
 
 # --- the environment variables of launchers ---------------------------------------------------------------------------
-# Supports torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
+# The launchers are torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
 
 
 Environ = Mapping[str, str]
 
-# Differs from usual values of MASTER_PORT, and is below the ephemeral ports.
+# Not a usual value of MASTER_PORT, and below the ephemeral ports.
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16
@@ -371,7 +368,7 @@ _PORTS = 16
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of a launcher's environment variables. The launcher started this process if `marker` is set."""
+    """Names of the environment variables of a launcher. The launcher has started this process if `marker` is set."""
 
     marker: str
     rank: str
@@ -392,21 +389,21 @@ LAUNCHERS = (
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Launcher("PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    # A batch script outside srun has SLURM_PROCID too, but no step.
+    # A batch script that is not run by srun has SLURM_PROCID too, but no step.
     Launcher("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 
 
 def launched(environ: Environ) -> bool:
-    """Returns True if a launcher started this process."""
+    """True if a launcher has started this process."""
     return any(launcher.marker in environ for launcher in LAUNCHERS)
 
 
 class LaunchedRank:
-    """Rank of this process, and the place where the ranks of its job meet: one of a few ports of `host`."""
+    """Rank of this process, and the address at which the ranks of its job meet: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):
-        """Raises ArgumentError if no launcher started this process, or if its variables are incomplete."""
+        """Raises ArgumentError if no launcher has started this process, or if its variables are incomplete."""
         launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
         if launcher is None:
             markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
@@ -414,11 +411,11 @@ class LaunchedRank:
         self.rank, self.count = _number(environ, launcher.rank), _number(environ, launcher.count)
         if not 0 <= self.rank < self.count:
             given = f"{launcher.rank}={self.rank} and {launcher.count}={self.count}"
-            raise ArgumentError(f"hw.Environment: {given}: ranks go from 0 to {self.count - 1}")
+            raise ArgumentError(f"hw.Environment: {given}: the rank must be from 0 to {self.count - 1}")
         self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
         self.host = _host(environ, launcher, self.count)
-        self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # where rank 0 listens
-        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret of the job's ranks
+        self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # address at which rank 0 listens
+        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret that the ranks of the job share
         self.ports, self.job = _ports_and_job(environ, launcher)
 
 
@@ -433,12 +430,12 @@ def _number(environ: Environ, name: str) -> int:
 
 def _port(environ: Environ, name: str) -> int:
     if not 0 < (port := _number(environ, name)) < 65536:
-        raise ArgumentError(f"hw.Environment: {name}={port}: a port must be from 1 to 65535; set the same one on all ranks")
+        raise ArgumentError(f"hw.Environment: {name}={port}: a port must be from 1 to 65535; set the same port on all ranks")
     return port
 
 
 def _host(environ: Environ, launcher: Launcher, count: int) -> str:
-    """Host of rank 0."""
+    """Host that rank 0 is on."""
     if host := environ.get("MASTER_ADDR"):
         return host
     if nodes := environ.get("SLURM_STEP_NODELIST"):
@@ -449,14 +446,14 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
 
 
 def first_node(nodes: str) -> str:
-    """First node of SLURM's node list: "gpu[03-05,9],login1" begins with gpu03."""
+    """First node of a SLURM node list. For "gpu[03-05,9],login1" it is gpu03."""
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
 def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
-    """Ports to try and the name of the job, the same on all ranks. MASTER_PORT itself belongs to torch.distributed."""
+    """Ports to try, and the name of the job. Both are the same on all ranks. MASTER_PORT itself belongs to torch.distributed."""
     names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher does not name the job; its processes on one host have one parent.
+    # MPICH's launcher gives the job no name, but the processes on one host have the same parent.
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job

@@ -1,7 +1,7 @@
-"""Rendezvous: the protocol by which the ranks of a group find each other, at first and after a failure.
+"""Rendezvous: the protocol by which the ranks of a group find each other, initially and after a failure.
 
-Each rank posts an entry with a fresh token. Rank 0 removes the entries, so that none is used twice, and answers each under its
-token. The answer lists the ranks and the epoch, which becomes part of every key of the group.
+Each rank posts an entry with a random token. Rank 0 removes the entries, so that none is used twice. It answers each rank under the rank's
+token. The answer lists the ranks and the epoch, which is part of every key that the group uses.
 """
 
 import json
@@ -19,39 +19,39 @@ from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import Store
 
 _PAUSE = 0.02  # seconds between checks for a new entry
-_TAKEN, _GAVE_UP = b"", b"gave up"  # replace an entry
+_TAKEN, _GAVE_UP = b"", b"gave up"  # values that replace an entry
 
 
 @dataclass(frozen=True)
 class JoinedRank:
-    """One rank's request to join."""
+    """Request of a rank to join."""
 
     token: str
     rank: int
-    count: int  # number of ranks that it expects
+    count: int  # number of ranks that this rank expects
     host: str
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks of a group that has been made."""
+    """The ranks of a group after the rendezvous."""
 
-    prefix: str  # prefix of its keys; unique, also among earlier groups of the same name
+    prefix: str  # prefix of the group's keys; earlier groups with the same name had other prefixes
     epoch: str
     entries: tuple[JoinedRank, ...]  # by rank
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of the ranks."""
+        """Number of hosts that the ranks are on."""
         return len({entry.host for entry in self.entries})
 
     def local_rank(self, rank: int) -> int:
-        """Index of a rank among those of its host."""
+        """Index of a rank among the ranks on its host."""
         return sum(other.host == self.entries[rank].host for other in self.entries[:rank])
 
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
-    """Waits for all ranks of the group. Raises ExecutionError on all ranks if some do not come or expect another number of ranks."""
+    """Waits for all ranks of the group. Raises ExecutionError on all ranks if some are absent or expect another number of ranks."""
     prefix = f"hostweave/{quote(group, safe='')}"
     entry = JoinedRank(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
@@ -83,7 +83,7 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
 
 
 def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
-    """Answers all ranks, as rank 0, after they have come."""
+    """Sends the answer of rank 0 to all ranks, after all have posted their entries."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:
@@ -105,7 +105,7 @@ def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Joine
 
 
 def _look(store: Store, prefix: str, rank: int) -> JoinedRank | bytes:
-    """Entry of a rank, or its replacement: `_GAVE_UP`, or `_TAKEN` if there is no entry or it was removed."""
+    """Entry of a rank, or the value that replaced it: `_GAVE_UP`, or `_TAKEN` if there was no entry or rank 0 removed it."""
     try:
         text = store.get(f"{prefix}/entry/{rank}", 0)
     except TimeoutError:
@@ -123,7 +123,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
 
 
 def this_host() -> str:
-    """Name that ranks share if they can map each other's memory: machine, boot id and pid namespace."""
+    """Host name, boot id and pid namespace. Ranks for which all three are equal can map each other's memory."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     texts = (boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else "")
     return " ".join((socket.gethostname(), *texts))

@@ -1,6 +1,6 @@
-"""Search of `Options(overlap="search")`: runs the best-ranked alternatives of each choice and keeps the fastest.
+"""The search of `Options(overlap="search")`: runs the best alternatives of each choice and keeps the fastest.
 
-Results are stored as JSON in the cache folder, by program, options and machine, so that later compiles run nothing.
+Results are stored as JSON in the cache folder, by program, options and machine. Later compiles use them without running anything.
 """
 
 import json
@@ -20,8 +20,8 @@ from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
-RANKED = 3  # alternatives to run per choice, besides the sequential one
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # rounds over the alternatives; in each round, warm-up and timed calls of every alternative
+RANKED = 3  # alternatives to run per choice, in addition to the sequential one
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # rounds; in each round, warm-up calls and timed calls of every alternative
 
 
 class Searched(Protocol):
@@ -37,14 +37,14 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """Measured choices of a program: alternatives that were run come first, the fastest first.
+    """Returns the choices of a program with measured times. The alternatives that were run come first, in order of their times.
 
-    `make` compiles the program with stated alternatives. `key` identifies the options and the machine. Raises ProgramError if a
-    size is not stated. Raises ProgramError in a process that is one rank of several, if no earlier result is stored.
+    `make` compiles the program with given alternatives. `key` identifies the options and the machine. Raises ProgramError if a size is not
+    stated. Raises ProgramError in a process that is one of several ranks, unless an earlier result is stored.
     """
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.given_sizes() if name not in sizes]:
-        raise ProgramError(f"{here} runs the program, but sizes are missing: {', '.join(missing)}; give them as Options(sizes={{...}})")
+        raise ProgramError(f"{here} runs the program, but sizes are missing: {', '.join(missing)}; pass them as Options(sizes={{...}})")
     if not host.choices:
         return ()
     file = root() / "choices" / f"{host.name[:50]}-{key_of(host.code, *key)}.json"
@@ -65,7 +65,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
-    """Measured alternatives of a choice, each with the time of the whole program in microseconds."""
+    """Runs the alternatives of a choice. Returns them with the measured time of the whole program in microseconds, fastest first."""
     by_time = sorted(choice.ways, key=lambda way: way.micros)
     wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
     programs = [make({**taken, choice.name: way.name}) for way in wanted]
@@ -83,9 +83,9 @@ def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[s
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
-    """A global array for measurements.
+    """Returns a global array for measurements.
 
-    Floats are random, because matmuls of zeros are faster. Integers are 0, because they may be indices.
+    Floats are random, because matmuls of zeros run faster. Integers are 0, because they may be indices.
     """
     shape = tuple(size.bind(sizes) for size in type.shape)
     if type.dtype.kind != "float":
@@ -98,7 +98,7 @@ def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def _read(file: Path) -> tuple[Choice, ...] | None:
-    """Stored result, or None. Raises ArgumentError if the file has other contents."""
+    """Returns the stored result, or None. Raises ArgumentError if the file is malformed."""
     try:
         rows = json.loads(file.read_text())
         return tuple(Choice(row["value"], row["function"], tuple(Way(*way) for way in row["ways"]), True) for row in rows)

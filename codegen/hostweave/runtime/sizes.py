@@ -1,4 +1,4 @@
-"""Sizes of calls. Ranks that are processes compare them whenever they change."""
+"""Sizes of calls. Ranks that are processes compare them whenever sizes change."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from hostweave.runtime.meeting import CallSignature, other_call
 from hostweave.runtime.taken import Taken
 from hostweave.types.tensor import Shape, holds
 
-_CALLS_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
+_CALLS_KEPT = 256  # number of latest calls whose sizes a rank keeps for error messages
 
 
 class CallSizes(NamedTuple):
     """Shapes of a call's inputs, as one rank knows them."""
 
     local: Sequence[Shape]
-    of_all: Sequence[Shape]  # shapes of the global arrays, as the rank infers them
+    of_all: Sequence[Shape]  # shapes of the global arrays that the rank infers
 
 
 class LastSizes:
-    """Sizes of the last call of a program, or of one of its variants, on one rank of a group.
+    """Sizes of the last calls of a program and its variants, on one rank of a group.
 
-    Ranks compare sizes when the sizes of a call differ from those of the previous call. If their sizes are consistent, all ranks compare at
-    the same calls. A rank that compares announces it. If another rank has begun that call without comparing, its watchdog finds
-    the announcement and fails the group.
+    Ranks compare sizes before a call whose sizes differ from those of the previous call. If the ranks' sizes are consistent, all of them
+    compare before the same calls. A rank announces that it compares. If another rank begins that call without comparing, the watchdog of
+    that rank sees the announcement and fails the group.
     """
 
     def __init__(self, group: Group):
-        self.number = group.number(self)  # the same on all ranks, because they make the first call of a program together
+        self.number = group.number(self)  # the same on all ranks, because the first call of a program is collective
         self.calls = 0  # number of calls that this rank has begun
         self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_CALLS_KEPT)
-        self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed last
-        self.variant: ComparedSizes | None = None  # variant that ran last here
-        self.shapes: object = None  # key of its last call's shapes
+        self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed in the last comparison
+        self.variant: ComparedSizes | None = None  # variant that made the last call
+        self.shapes: object = None  # key of the shapes of the last call
 
     @classmethod
     def of(cls, group: Group, family: object) -> LastSizes:
-        """Sizes of a program in a group. `family` is an object that the variants of the program share."""
+        """Sizes of a program in a group. `family` is an object that all variants of the program share."""
         last = group.last_sizes.get(family)
         if not isinstance(last, cls):
             last = group.last_sizes[family] = cls(group)
         return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """Difference between another rank's sizes of a call and this rank's; None if there is none or this rank has not begun the call."""
+        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal or this rank has not begun the
+        call."""
         back = self.calls - call
         if back < 0 or back >= len(self.begun):
             return None
@@ -75,7 +76,7 @@ class ComparedSizes:
         self._known: set[tuple[int, ...]] = set()
         self._last = last
         self._variant = hash(tuple(signature.digest.encode()))  # the same on all ranks
-        self.is_first = True  # no call was made or prepared yet
+        self.is_first = True  # True until a call was made or prepared
 
     def begin(self, taken: Taken) -> None:
         """Counts a call that this rank begins."""
@@ -84,16 +85,16 @@ class ComparedSizes:
         self._group.compared_calls += 1
 
     def take_back(self) -> None:
-        """Uncounts the last call, which was not made."""
+        """Removes the last call from the counts, because it was not made."""
         self._last.begun.pop()
         self._last.calls -= 1
         self._group.compared_calls -= 1
 
     def compare(self, taken: Taken, shapes: object) -> bool:
-        """Compares the sizes of the next call with those of the other ranks if they differ from the last call's.
+        """Compares the sizes of the next call with those of the other ranks, if they differ from the sizes of the last call.
 
-        Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank
-        compares other sizes, ExecutionError if another rank has made the call without comparing.
+        Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank passes other
+        sizes, and ExecutionError if another rank has made the call without comparing.
         """
         last = self._last
         if last.variant is self and last.shapes == shapes:
@@ -129,7 +130,7 @@ class ComparedSizes:
             raise ArgumentError(f"{self._host.name}: {difference}")
 
     def compare_prepared(self, of_all: Sequence[Sequence[Shape]]) -> None:
-        """Compares the sizes that calls are prepared for. All ranks then know them."""
+        """Compares the sizes for which all ranks prepare calls. Calls at these sizes are then known to be consistent."""
         combinations = [self._combination(shapes) for shapes in of_all]
         records = [json.loads(record) for record in self._gathered(0, json.dumps(combinations))]
         if other := next((rank for rank, record in enumerate(records) if record != records[0]), None):
@@ -141,7 +142,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], taken: Taken) -> str | None:
-        """Difference between another rank's sizes of a call and the sizes that this rank has used for it, or None."""
+        """Describes how another rank's sizes of a call differ from those that this rank used for the call. None if they are equal."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(taken)})
 
     def _gathered(self, call: int, record: str) -> list[str]:
@@ -157,7 +158,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """First input whose size differs between these ranks, with the size on each."""
+        """Describes the first input whose size differs between these ranks, with its size on each."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.of_all[index] for sizes in given.values()}) == 1:
                 continue

@@ -1,7 +1,7 @@
-"""Report of a hang: per rank and stream the last finished line, the first unfinished one, its wait, and the ranks that it waits
+"""Report of a hang. For each rank and stream it has the last finished line, the first unfinished line, and the ranks that this line waits
 for.
 
-A rank describes its position as a list of `Stand`, one per program, in JSON. `describe` joins the positions of all ranks.
+Each rank describes its position as a list of `Stand`, one per program, in JSON. `describe` combines the positions of all ranks.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 from hostweave.runtime.lines import with_users_lines
 
 _OTHER_EDGES = {
-    "call_before": "waits for the call before",
-    "unknown": "or a later line is not done: graphs report their progress only with HOSTWEAVE_GRAPH_PROGRESS=1",
+    "call_before": "waits for the previous call",
+    "unknown": "or a later line is not done (graphs report progress only with HOSTWEAVE_GRAPH_PROGRESS=1)",
     "none": "is not done",
 }
-_MOST_CHARACTERS = 48  # characters of a call with all its arguments
+_MOST_CHARACTERS = 48  # a longer call is shown without its arguments
 
-Line = tuple[int, str]  # a line of program.cpp, 0 for none, and its call
+Line = tuple[int, str]  # (line number in program.cpp or 0, the call on that line)
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Position of a rank in a program: calls made and done, and the streams of the first unfinished call."""
+    """Position of a rank in a program: the numbers of calls made and done, and the streams of the first unfinished call."""
 
     program: str
     made: int
     done: int
-    call: int = 0  # 0: all calls are done
+    call: int = 0  # number of the first unfinished call; 0 if all calls are done
     is_graph: bool = False
     is_enqueuing: bool = False
-    enqueued: str = ""  # the last line that the host has enqueued
+    enqueued: str = ""  # last line that the host has enqueued
     streams: list[dict[str, Any]] = field(default_factory=list)
-    finished: list[str] = field(default_factory=list)  # names of streams
-    begun: list[tuple[str, list[int], int]] = field(default_factory=list)  # collectives, by channel and ranks of its process group
+    finished: list[str] = field(default_factory=list)  # names of streams without unfinished work
+    begun: list[tuple[str, list[int], int]] = field(default_factory=list)  # (channel, ranks of the group, begun collectives)
 
     def has_come(self, rank: int, call: int, stream: dict[str, Any]) -> bool:
-        """True if this rank has reached the communication in which a stream of `rank` waits, in the same call."""
+        """True if this rank has reached the communication for which a stream of `rank` waits, in the same call."""
         if self.call != call:
             return self.done >= call
         if stream["edge"] == "collective":
@@ -54,12 +54,12 @@ class Stand:
 
 
 def marks_graphs() -> bool:
-    """True if graphs on CUDA record their progress for the report. On the CPU target they always do."""
+    """True if CUDA graphs record their progress for the report. On the CPU target they always do."""
     return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 
 def stand_of(name: str, progress: tuple[int, int, float], seen: dict[str, Any], module: ModuleType) -> Stand:
-    """Position that a program's instance reports, with the user's source lines."""
+    """Position that the native program reports, with the user's source lines."""
 
     def placed(line: Line) -> str:
         number, call = line
@@ -82,7 +82,7 @@ def from_note(note: str) -> list[Stand]:
 
 
 def describe(ranks: Sequence[list[Stand] | None]) -> list[str]:
-    """Lines of a report on the positions of all ranks, by rank. None means that a rank does not answer."""
+    """Lines of the report for the positions of all ranks, indexed by rank. None stands for a rank that does not answer."""
     lines = []
     for rank, stands in enumerate(ranks):
         if stands is None:
@@ -100,7 +100,7 @@ def _lines_of(stand: Stand, rank: int, ranks: Sequence[list[Stand] | None]) -> I
     if stand.is_enqueuing:
         yield f"host: enqueued up to {stand.enqueued}" if stand.enqueued else "host: has enqueued nothing of the call"
     elif not stand.streams:
-        yield "all lines are done but for the end of the call"
+        yield "all lines are done except for the end of the call"
     if stand.finished:
         yield f"{', '.join(stand.finished)}: done"
     for stream in stand.streams:
@@ -110,7 +110,7 @@ def _lines_of(stand: Stand, rank: int, ranks: Sequence[list[Stand] | None]) -> I
 
 
 def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> str:
-    """Description of the line's wait, and of the ranks that it waits for."""
+    """Describes what an unfinished line waits for: an event, or other ranks."""
     edge, channel = stream["edge"], stream["channel"]
     if edge == "event":
         own = stream["source"] == stream["next"]
@@ -119,16 +119,16 @@ def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
         return _OTHER_EDGES[edge]
     owed = ", ".join(_owed(stand, stream, rank, ranks))
     if not owed:
-        return f"has begun on {channel}, and so have the ranks that it needs"
+        return f"has begun on {channel}, and so have all ranks that it waits for"
     if edge == "signal":
         return f"waits on {channel} for signal {stream['number']} of {owed}"
     if edge == "credit":
-        return f"waits on {channel} for the credit of signal {stream['number']}, to be taken by {owed}"
+        return f"waits on {channel} for the credit of signal {stream['number']}, which is owed by {owed}"
     return f"waits on {channel} for {owed}"
 
 
 def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
-    """Ranks that have not arrived, with the known state of each."""
+    """Ranks that have not arrived, each with its known state."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue
@@ -147,6 +147,6 @@ def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
 
 
 def say(report: str) -> None:
-    """Writes a report to stderr, at once: print would write the newline separately, and ranks share a terminal."""
+    """Writes a report to stderr in one piece. print would write the newline separately, and several ranks share a terminal."""
     sys.stderr.write(f"hostweave: {report}\n")
     sys.stderr.flush()

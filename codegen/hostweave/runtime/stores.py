@@ -1,8 +1,8 @@
-"""Key-value stores of a group, for channel ids, call signatures and progress.
+"""Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
-The TCP store is a small server in the process of rank 0, which ends with it, and a client in every process. First, both ends
-prove to each other that they know the job's name and token, without sending them. So ranks of another job that try the same port
-are rejected, and so is a foreign server.
+The TCP store has a small server in the process of rank 0, which ends with that process, and a client in every process. First, client and
+server prove to each other that they know the job's name and token, without sending these. Thus ranks of another job that try the same
+port are rejected, and so is the server of another job.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from hostweave.base.errors import ExecutionError
 
 
 class StoreClosed(ExecutionError):
-    """Normal end of the process that ran the store."""
+    """The process that ran the store has ended normally."""
 
 
 class Store(Protocol):
-    """Interface of a provider's store: a map shared by all ranks of a world. Several threads use it at once."""
+    """Interface of a provider's store: a map that all ranks of a group share. Several threads may use it at the same time."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a value, replacing an earlier one."""
+        """Sets a value. An earlier value is replaced."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Returns the value, waiting up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError."""
+        """Returns the value. Waits up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError if it is not set by then."""
 
 
 class MemoryStore:
@@ -59,7 +59,7 @@ class MemoryStore:
             return self._values[key]
 
     def fail(self, reason: str) -> None:
-        """Ends all waits. From now on every `get` raises ExecutionError, even if the value exists."""
+        """Ends all waits. From then on every `get` raises ExecutionError, even if the key is set."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -68,28 +68,28 @@ class MemoryStore:
 # --- over TCP ---------------------------------------------------------------------------------------------------------
 
 
-_GREETING = b"hostweave store 2 "  # the client's nonce follows; then the server's nonce and proof, then the client's proof
+_GREETING = b"hostweave store 2 "  # followed by: nonce of the client; nonce and proof of the server; proof of the client
 _NONCE, _PROOF = 16, 32  # bytes
 _WELCOME = b"+"
 _GOODBYE = b"-"
 _REQUEST = struct.Struct("!cIId")  # kind, bytes of the key, bytes of the value, seconds to wait
 _SET, _GET, _WILL = b"s", b"g", b"w"
-_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the following value, or -1 if there is none
+_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value, or -1 if there is none
 _RETRY = 0.05  # seconds between attempts to connect
-_GRACE = 10.0  # seconds for an answer to arrive, and for a client to authenticate
-_MOST_SECONDS = 1e8  # maximum seconds to wait for an answer; fits every clock
+_GRACE = 10.0  # maximum seconds for an answer to arrive, and for a client to authenticate
+_MOST_SECONDS = 1e8  # maximum seconds to wait for an answer; longer times exceed the range of clocks
 _BACKLOG = 256
-_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; beyond it, the oldest connection is closed
+_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; if there are more, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
 
 Address = tuple[str, int]
 
 
 class TcpServer:
-    """Server that holds the values. Its thread ends with the process, or with `close`."""
+    """Server that stores the values. Its thread ends with the process, or with `close`."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
-        """Listens at the first free address. Raises ExecutionError if none is free."""
+        """Listens at the first address that is free. Raises ExecutionError if none is."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
@@ -101,10 +101,10 @@ class TcpServer:
         self._linger = 0.0
         self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self.socket.close)  # a forked child that outlives this process must not keep the port
+        os.register_at_fork(after_in_child=self.socket.close)  # a forked child may outlive this process, and must not keep the port
 
     def close(self, linger: float = 0) -> None:
-        """Says goodbye to clients that are still connected after `linger` seconds, and frees the port."""
+        """Says goodbye to the clients that are still connected after `linger` seconds, and frees the port."""
         self._linger = linger
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # another thread is closing it too
@@ -155,7 +155,7 @@ class TcpServer:
             wills = {}
         finally:
             for key, value in wills.items():
-                if key not in self._values:  # the first rank to end is the cause, and others may end because of it
+                if key not in self._values:  # the first rank that ends is the cause; other ranks may end because of it
                     self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
@@ -184,7 +184,8 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
-        """Waits for a value. A waiting client sends nothing, so any input from it means that it has disconnected; the wait ends then."""
+        """Waits for a value. Ends early if the client disconnects. A waiting client sends nothing, so any input means that it
+        disconnected."""
         if key not in self._values and timeout > 0:
             waiter, end = self.loop.create_future(), self.loop.create_task(client.read(1))
             waiters = self.waiting.setdefault(key, set())
@@ -203,16 +204,16 @@ class TcpServer:
 
 
 class TcpStore:
-    """Client of the server, for any process. Each waiting thread has its own connection."""
+    """Client of the server. Each thread that waits uses a separate connection."""
 
     def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
-        """Tries one address after another until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
+        """Tries the addresses in turns until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self.idle: list[socket.socket] = []
         self._will: socket.socket | None = None
         self._closed = False
-        self.patience = _GRACE  # seconds in which the server must answer, in addition to the time that a request waits
+        self.patience = _GRACE  # maximum seconds for an answer, in addition to the time that a request waits
         self.address, connection = self._find(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 
@@ -228,7 +229,8 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value, unless there is one, when this process ends without `close`. Takes several keys."""
+        """Makes the server set this value if this process ends without `close` and the key is not set yet. May be called for several
+        keys."""
         if self._will is None:
             self._will = self._connect(self.address, self.patience)
         _converse(self._will, _WILL, key, value, 0, self.patience)
@@ -286,7 +288,7 @@ class TcpStore:
                 raise ConnectionError("the listener belongs to another job, or has another HOSTWEAVE_TOKEN")
             connection.sendall(_proof(self._secret, b"client", nonces))
             if _receive(connection, 1) != _WELCOME:
-                raise ConnectionError("something else listens there")
+                raise ConnectionError("another service listens there")
         except BaseException:
             connection.close()
             raise
@@ -302,7 +304,7 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """Socket that listens at the first free address. It listens on all interfaces if the host is "" or resolves to loopback."""
+    """Socket that listens at the first free address. If the host is "" or resolves to loopback, it listens on all interfaces."""
     for host, port in addresses:
         try:
             family, address = _interface(host)
@@ -316,7 +318,7 @@ def _listen(addresses: Sequence[Address]) -> socket.socket:
             f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to an address of its host, or 0.0.0.0"
         )
     ports = f"{addresses[0][1]} to {addresses[-1][1]}"
-    raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
+    raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set another HOSTWEAVE_PORT on all ranks")
 
 
 def _interface(host: str) -> tuple[socket.AddressFamily, str]:
@@ -333,7 +335,7 @@ def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, ti
     name = key.encode()
     connection.settimeout(timeout + patience)
     try:
-        if not _has_input(connection):  # otherwise the server has sent goodbye or has closed
+        if not _has_input(connection):  # input means that the server has sent goodbye or has closed the connection
             connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
         status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
         if status == _GOODBYE:
@@ -344,7 +346,7 @@ def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, ti
 
 
 def _has_input(connection: socket.socket) -> bool:
-    poll = select.poll()  # select takes no descriptor above 1023
+    poll = select.poll()  # select() supports no descriptor above 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 

@@ -19,42 +19,42 @@ from hostweave.runtime.windows import WindowPlace, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
-MadeOutput = tuple[ArrayLibrary, Array] | None  # None if this rank holds no block of it
+MadeOutput = tuple[ArrayLibrary, Array] | None  # None if this rank has no block of it
 
 _MOST_TAKEN = 64  # maximum number of cached argument lists per table
 
 
 @dataclass(frozen=True)
 class BoundTable:
-    """Bound inputs of a program on a rank, checked, with a free slot for each other input."""
+    """Checked bound inputs of a program on a rank, with a free slot for each other input."""
 
     library: ArrayLibrary | None  # library of the first array on this rank
-    shapes: tuple[Shape | None, ...]  # shapes of all inputs; None if a call passes the input
+    shapes: tuple[Shape | None, ...]  # shape of each input; None if calls pass the input
     spans: tuple[Span, ...]
-    digest: str  # "" if nothing is bound
+    digest: str  # digest of the bound inputs; "" if nothing is bound
     native: Any
-    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # cache of earlier calls, by the keys of all arrays
+    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # keys of all arrays -> checked arguments of an earlier call
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """Shapes of all inputs, given the shapes of the call's arrays."""
+        """Shapes of all inputs, given the shapes of the arrays that the call passes."""
         rest = iter(shapes)
         return tuple(next(rest) if shape is None else shape for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Checked arrays of a call, besides the bound ones, and the destinations of its outputs. It keeps no array alive."""
+    """Checked arrays that a call passes, and the destinations of its outputs. It keeps no array alive."""
 
     table: BoundTable
     library: ArrayLibrary | None  # library of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    sizes: tuple[tuple[str, int], ...]  # global sizes that the caller states
+    sizes: tuple[tuple[str, int], ...]  # global sizes that the caller passes by sizes=
     stream: int  # cudaStream_t
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
-    donated: tuple[int, ...]  # per output the address of the donated input, else 0
-    spans: tuple[Span, ...]  # memory of inputs and given outputs
-    windows: tuple[WindowPlace, ...]  # places of the arguments that the program declares in windows
+    donated: tuple[int, ...]  # for each output the address of the donated input, or 0
+    spans: tuple[Span, ...]  # memory of inputs and of outputs that the caller passes
+    windows: tuple[WindowPlace, ...]  # positions of the arguments that the program declares to be in windows
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -62,9 +62,9 @@ class Taken:
 
 
 class Arguments:
-    """Checks of the arrays that a program takes on a rank.
+    """Checks the arrays that a program takes on a rank.
 
-    Each array must fit its parameter, all must fit one another, and written arrays must not overlap others.
+    Each array must fit its parameter, the shapes must be consistent, and an array that is written must not overlap another one.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Arguments:
         meets: bool,
         windows: Windows,
     ):
-        """`native_table` makes the native part of a Table. `meets` is True if the ranks compare their shapes before a call."""
+        """`native_table` creates the native part of a BoundTable. `meets` is True if the ranks compare shapes before a call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._meets, self._windows = native_table, meets, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
-        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # argument lists without overlap, of this rank and of all ranks
+        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # arguments of this rank or of all ranks, known not to overlap
         self.tables: weakref.WeakKeyDictionary[Bound, BoundTable] = weakref.WeakKeyDictionary()
 
     def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
-        """Returns the checked arrays of a call, from the cache if they were checked before. Raises ArgumentError if they do not fit."""
+        """Returns the checked arrays of a call. Uses the cache if they were checked before. Raises ArgumentError if they do not fit."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
@@ -108,7 +108,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> Taken:
-        """Checks the arrays of a call, separately and together."""
+        """Checks each array of a call, then all of them together."""
         name = self._host.name
         expect_as_many(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -134,7 +134,7 @@ class Arguments:
         return taken
 
     def table(self, bound: Bound) -> BoundTable:
-        """Checked bound inputs of this rank. Raises ArgumentError if an array does not fit this rank."""
+        """Returns the checked bound inputs. Raises ArgumentError if an array does not fit this rank."""
         return self.tables.get(bound) or self._new_table(bound)
 
     def _new_table(self, bound: Bound) -> BoundTable:
@@ -152,17 +152,17 @@ class Arguments:
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
-        """Returns True if a rank, by default this one, holds a block of an input or output."""
+        """True if a rank, by default this one, has a block of an input or output."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
-        """The checked array, or None if this rank holds no block of it."""
+        """Returns the checked array, or None if this rank has no block of it."""
         if self.holds(parameter) == (array is not None):
             return self._checked(parameter, array) if array is not None else None
         where, rank = f"{self._host.name}: {parameter.name}", self._rank
         if array is None:
             raise ArgumentError(f"{where}: is None, but rank {rank} has a block of {parameter.type}; pass the block")
-        raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
+        raise ArgumentError(f"{where}: rank {rank} has no block of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array]:
         array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
@@ -171,10 +171,10 @@ class Arguments:
     def _on_this_rank(self, parameter: Parameter, library: ArrayLibrary, array: Array) -> tuple[ArrayLibrary, Array]:
         where = f"{self._host.name}: {parameter.name}"
         if not self.holds(parameter):
-            raise ArgumentError(f"{where}: rank {self._rank} has nothing of {parameter.type}; pass None, and do not bind it here")
+            raise ArgumentError(f"{where}: rank {self._rank} has no block of {parameter.type}; pass None, and do not bind it on this rank")
         if (device := library.device(array)) != self._device:
             here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
-            raise ArgumentError(f"{where}: is {here}, and rank {self._rank} is on GPU {self._device}; move it there")
+            raise ArgumentError(f"{where}: is {here}, but rank {self._rank} is on GPU {self._device}; move it there")
         if not library.is_contiguous(array):
             raise ArgumentError(f"{where}: is not contiguous, but calls do not copy; pass a contiguous copy")
         return library, array
@@ -200,13 +200,13 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
-        """Raises ArgumentError if a given output or a donated input overlaps another argument.
+        """Raises ArgumentError if an output array or a donated input overlaps another argument.
 
-        Programs may write such an array before they have read the others.
+        A program may write such an array before it has read the others.
         """
         if not any(span.written for span in taken) or (bound, taken) in self._apart:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # the span that ends last among those that begin earlier
+        last = last_written = Span(0, 0, 0, "", False)  # among the spans that begin earlier, the one that ends last
         for span in sorted((*bound, *taken)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -228,13 +228,13 @@ class Arguments:
         return handle
 
     def global_shapes(self, taken: Taken) -> tuple[Shape, ...] | None:
-        """Shapes of the global arrays; None if this rank knows only its own shapes."""
+        """Shapes of the global arrays. None if this rank knows only local shapes."""
         if not taken.sizes and not (self._on_parts and not self._meets):
             return None
         return self.global_shapes_for(dict(taken.sizes), taken.all_shapes)
 
     def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
-        """Shapes of the global inputs, given the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
+        """Shapes of the global inputs, computed from the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
         global_shapes = []
         for index, parameter in enumerate(self._host.arguments):
             shapes = [shapes[index] for shapes in shapes_of_all]
@@ -250,19 +250,19 @@ class Arguments:
         return global_shapes
 
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
-        """Shapes of the global inputs, from global sizes that the caller knows and from local shapes.
+        """Shapes of the global inputs, computed from global sizes that the caller passes and from local shapes.
 
-        A local shape is None if there is no array yet. Sharded dims are assumed even if no size is given.
+        A local shape is None if there is no array yet. If the caller passes no sizes, sharded dims are assumed to be even.
         """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
-        trusted = not sizes or None in shapes  # if a call states sizes, it states all sharded dims
+        trusted = not sizes or None in shapes  # a call that passes sizes has to pass those of all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):
                 if not dim.size.is_int and (trusted or not dim.axes):
                     known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
         if missing := {name for p in self._host.arguments for dim in p.type.dims for name in dim.size.symbols} - known.keys():
-            raise ArgumentError(f"{self._host.name}: {what}: no size of {', '.join(sorted(missing))}; give the global one")
+            raise ArgumentError(f"{self._host.name}: {what}: the size {', '.join(sorted(missing))} is missing; pass its global value")
         try:
             global_shapes = {p.name: global_shape(p.type, known) for p in self._host.arguments}
         except ValueError as error:

@@ -31,28 +31,29 @@ from hostweave.targets.target import Target
 T = TypeVar("T")
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
-_ENDING = 1.0  # seconds for threads to end at the exit
-_STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one may be in a long matmul
+_ENDING = 1.0  # seconds that threads get to end at the exit of the process
+_STOPPING = 60.0  # seconds that stopped ranks get to answer; on the CPU target a rank may be in a long matmul
 
 _numbers = count()
-_teams: dict[tuple[str, int], Team] = {}  # by target and number of ranks
-_kept: list[BaseException] = []  # errors during the exit, kept because they hold objects that would end the process if freed
+_teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
+_kept: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
 _turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One call on one rank: host time of the program's `run`, and device time from the start of its first work to the end of its last."""
+    """Times of one call on one rank: host time of the C++ function `run`, and device time from the start of the first work to the end of
+    the last."""
 
     enqueue_us: float
     total_ms: float
-    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # time from the first work to each mark
+    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # time from the start of the first work to each mark
 
 
 class Team:
-    """Ranks of one group, which programs of a target share. A failure of the group leaves it `broken`: make a new one.
+    """Ranks of one group, which all programs of a target share. After a failure of the group the team is `broken`, and must be replaced.
 
-    Use it only from threads other than the main thread, which alone receives signals (`interruptibly`).
+    Do not use it from the main thread, which handles signals (see `interruptibly`).
     """
 
     def __init__(self, size: int):
@@ -81,19 +82,19 @@ class Team:
         return any(group.failure for group in self.groups)
 
     def close(self) -> None:
-        """Frees what programs hold on the ranks, and ends each thread after its current work."""
+        """Frees the resources of programs on the ranks, and ends each thread after its current work."""
         for group in self.groups:
             group.close()
         self._end_threads()
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the threads of a closed team."""
+        """Waits up to `seconds` for the threads of a closed team to end."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def run(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], poison: bool) -> None:
-        """Runs calls one after another and waits for the last. An interrupt stops the ranks."""
+        """Makes calls back to back, and waits for the last one. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._call(programs, calls, lambda staged, how: staged.run(how, poison))
@@ -104,33 +105,33 @@ class Team:
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
-        """Results of `work` on every rank, after the ranks are prepared for these calls."""
+        """Returns the result of `work` on every rank, after preparing the ranks for these calls."""
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
         with self.turn(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            made = [program.staged(calls) for program in programs]  # on this thread, which is cheaper than waking others
+            made = [program.staged(calls) for program in programs]  # on the current thread, because waking the ranks' threads costs more
         with self.turn(module, programs[0].target, schedule()):
             return self.each(lambda rank: made[rank](work), programs)
 
     @contextmanager
     def turn(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
-        """Waits until the devices are free, and keeps them."""
+        """Leases the devices in the `with` block. Waits until they are free."""
         member = self.groups[0].member(module, target)
         while not (turn := module.lease(module.Schedule(**vars(wanted)), member, LOOK)):
             expect_going_on()
         try:
             yield
         finally:
-            del turn, member  # an error's traceback would keep them
+            del turn, member  # otherwise the traceback of an error would keep them alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
-        """Returns the result of `work` for each rank, run on the rank's thread.
+        """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
 
-        If the wait is interrupted, if `programs` make no progress, or if `work` fails the group of a rank, then all ranks are
-        stopped wherever they wait. Other errors do not stop the other ranks. Raises the first error.
+        All ranks are stopped, wherever they wait, if this wait is interrupted, if `programs` make no progress, or if `work` fails the group
+        of a rank. Other errors do not stop the other ranks. Raises the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -147,7 +148,7 @@ class Team:
                 except BaseException as interruption:
                     error, failure = interruption, reason_of(interruption)
                     if is_stopping:
-                        break  # the timeout for stopping has passed
+                        break  # the ranks did not stop within _STOPPING seconds
                 if error:
                     errors.append(error)
                     if failure and not is_stopping:
@@ -159,19 +160,19 @@ class Team:
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
             return [results[rank] for rank in range(len(self._work))]
         finally:
-            errors.clear()  # their tracebacks refer to this frame
+            errors.clear()  # the tracebacks of the errors refer to this frame
             error = None
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
-        """Raises ExecutionError if the interpreter ends or no rank makes progress. The CPU device detects the latter itself."""
+        """Raises ExecutionError if the interpreter exits or no rank makes progress. The CPU device itself detects missing progress."""
         expect_going_on()
         if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_stands(programs)]))
 
     def _give_up(self, reason: str) -> None:
-        """Aborts all ranks at the same time, because one of them may wait for another."""
+        """Aborts all ranks at the same time, because the abort of one may have to wait for another."""
         for group in self.groups[:1]:
-            group.meeting.fail(reason)  # ends waits on the host, too
+            group.meeting.fail(reason)  # also ends waits on the host
         stopping = [threading.Thread(target=group.give_up, args=(reason,)) for group in self.groups]
         for thread in stopping:
             thread.start()
@@ -185,7 +186,7 @@ class Team:
 
 @contextmanager
 def team_of(target: Target, size: int) -> Iterator[Team]:
-    """Team of `ranks` ranks for a target's programs, for use by this thread only. It is closed if it breaks."""
+    """Team of `size` ranks for programs of a target. Only the current thread may use it. If it breaks, it is closed."""
     key = target.name, size
     with taken(_turn), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)
@@ -204,7 +205,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # its frames may hold a program's device memory
+        del work  # its frames may keep device memory of a program alive
 
 
 def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
@@ -231,7 +232,7 @@ def _until(deadline: float) -> Callable[[], None]:
 
 
 def _say_where(programs: Sequence[LocalProgram], error: BaseException) -> None:
-    """Prints the positions of the ranks on stderr if an interruption, such as Ctrl-C, strikes a call."""
+    """Prints the positions of the ranks on stderr if an interruption such as Ctrl-C occurs during a call."""
     if not isinstance(error, Exception) and any(program.progress[3] > 0 for program in programs):
         say("\n".join([f"{programs[0].host.name}: {reason_of(error)}", *_stands(programs)]))
 
@@ -242,7 +243,7 @@ def _stands(programs: Sequence[LocalProgram]) -> list[str]:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the threads of all ranks. Otherwise Python ends them, and their objects are destroyed during the end of the process."""
+    """Ends the threads of all ranks. Otherwise Python would end them, and destroy their objects while the process exits."""
     native_calls.end()
     for team in _teams.values():
         team.close()

@@ -1,8 +1,8 @@
-"""Watchdog of a group: threads that detect failures which a rank cannot see while it waits in the runtime or only enqueues.
+"""Watchdog of a group: threads that detect failures which a rank cannot detect while it waits in native code, or while it only enqueues.
 
-A call may exceed its time limit; another rank may report a failure, leave, or pass other sizes. The watchdog thread then reports the
-position of every rank, and aborts the channels, which ends all waits. A listener thread receives news from the other ranks, because the
-store may not answer.
+The failures are: a call exceeds its timeout, or another rank reports a failure, leaves, or passes other sizes. The watchdog thread then
+reports the position of every rank and aborts the channels, which ends all waits. A separate listener thread asks the store for news of
+other ranks, because the store may not answer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hostweave.runtime.meeting import Meeting
 from hostweave.runtime.standstill import say
 from hostweave.runtime.stores import StoreClosed
 
-_PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and of the others
+_PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the others
 
 
 class Watch:
     """The two threads, and the failure that the listener has found."""
 
     def __init__(self, group: FallibleGroup):
-        """Starts to watch, until the group is closed, fails or is freed."""
+        """Starts the threads. They run until the group is closed, fails or is freed."""
         self.reason = ""  # reason why the group has failed
         self.news = threading.Event()
         self._waits_at_store = group.meeting.waits_at_store
@@ -37,13 +37,14 @@ class Watch:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads when the group is closed. A thread in the C++ of a foreign store would abort the process at Python's exit."""
+        """Ends the threads when the group is closed. A thread that is still in the C++ of a foreign store at Python's exit would abort the
+        process."""
         self.news.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTENS)
 
 
-# A thread may free the group, which frees device memory. It does so in `with calls`, so that the interpreter does not end meanwhile.
+# A thread may be the one that frees the group, and thereby device memory. `with calls` keeps the interpreter from exiting meanwhile.
 
 
 def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
@@ -66,7 +67,7 @@ def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
 
 
 def _hear(watched: weakref.ref[FallibleGroup]) -> tuple[Meeting, str | None] | None:
-    """Meeting of the group, and the reason why a rank cannot go on. None if there is nothing to watch any more."""
+    """Returns the meeting of the group, and the reason why a rank cannot continue, if any. None if there is nothing to watch any more."""
     group = watched()
     return None if not group or group.failure else (group.meeting, group.deserted() or group.diverged())
 
@@ -81,7 +82,7 @@ def _watch(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
 
 
 def _is_done(watched: weakref.ref[FallibleGroup], heard: Watch) -> bool:
-    """Gives up if something is wrong. True if there is nothing to watch any more."""
+    """Fails the group if something is wrong. Returns True if there is nothing to watch any more."""
     group = watched()
     if not group or group.failure:
         return True

@@ -1,4 +1,4 @@
-"""Arrays in windows: each rank has its own, and the others access it in place. `Group.empty` makes them."""
+"""Arrays in windows: each rank allocates one by `Group.empty`, and the other ranks access it in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
-# DLPack type codes, by name for dtypes that are unusual for their kind, and the device code.
+# DLPack type codes, by dtype or by its kind, and the DLPack code of CUDA devices.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
@@ -35,14 +35,14 @@ _building = renewed(threading.Lock())
 
 
 class WindowPlace(NamedTuple):
-    """Position of an array in window memory. It is the same on all ranks for arrays that they made together."""
+    """Position of an array in window memory. It is the same on all ranks if the arrays come from the same calls of `empty`."""
 
     number: int
     offset: int
 
 
 class WindowArray:
-    """Contiguous array in GPU memory that the other ranks can access. Supports DLPack and `__cuda_array_interface__`.
+    """A contiguous array in GPU memory that the other ranks can access. Supports DLPack and `__cuda_array_interface__`.
 
     Example: `x = torch.from_dlpack(group.empty((M // 8, K), hw.bf16, target="cuda"))`.
     """
@@ -58,13 +58,13 @@ class WindowArray:
         return _CUDA, self.device
 
     def __dlpack__(self, **_: object) -> Any:
-        """Exports the memory. No work on it is enqueued, so no stream has to wait."""
+        """Exports the memory as a DLPack capsule. No work on the array is enqueued, so no stream has to wait."""
         code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
         return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Raises AttributeError for a dtype that NumPy does not have."""
+        """Raises AttributeError if NumPy does not have the dtype."""
         dtype = np.dtype(numpy_dtype(self.dtype))
         if dtype.isbuiltin != 1:
             raise AttributeError(f"{self.dtype} has no typestr of __cuda_array_interface__; use __dlpack__")
@@ -72,7 +72,7 @@ class WindowArray:
 
 
 class _HostBytes:
-    """Buffer from which NumPy makes an array that keeps the memory alive."""
+    """A buffer with the array interface of NumPy. NumPy arrays that use it keep the memory alive."""
 
     def __init__(self, memory: Any, size: int):
         self._memory = memory
@@ -80,31 +80,31 @@ class _HostBytes:
 
 
 class Windows:
-    """Window arrays of a group, on one of its ranks."""
+    """The window arrays of one rank of a group."""
 
     def __init__(self) -> None:
-        self.made = 0  # number of arrays made so far; the same on all ranks
-        self._begins: list[int] = []  # addresses of memory in use, sorted
-        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: number, size, memory
+        self.made = 0  # number of arrays that were allocated; the same on all ranks
+        self._begins: list[int] = []  # addresses of the window memory in use, sorted
+        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: (number of the array, size in bytes, memory)
         self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
-        self.connected: set[str] = set()  # targets whose memory all ranks share
+        self.connected: set[str] = set()  # targets for which the ranks share memory
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Array of this shape at the beginning of window memory of `size` bytes, which is known here as long as it exists."""
+        """Returns an array of this shape at the start of window memory of `size` bytes. `place` finds the memory as long as it is alive."""
         self._add(memory, max(1, size))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def place(self, address: int) -> WindowPlace | None:
-        """Offset of an address in window memory, or None if it is elsewhere."""
+        """Position of an address in window memory, or None if the address is elsewhere."""
         if (at := bisect_right(self._begins, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._begins[at], self._known[at]
         return WindowPlace(number, offset) if offset < size and memory() is not None else None
 
     def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Names of bound inputs and of other parameters whose arrays are in windows. Bound arrays do not move, so they are cached."""
+        """Names of the bound inputs and other parameters whose arrays are in windows. The result is cached for bound arrays."""
         if (held := self._held.get(bound)) is None:
             held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
         return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
@@ -118,35 +118,35 @@ class Windows:
     def _place_of(self, array: Array) -> WindowPlace | None:
         try:
             return self.place(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # not an array; the call will report it
+        except (TypeError, AttributeError, RuntimeError):  # not an array, which the call will report
             return None
 
 
 def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPlace, ...]:
-    """Places of the arguments that a program declares in windows. Raises ArgumentError if one is elsewhere."""
+    """Positions of the arguments that a program declares to be in windows. Raises ArgumentError if one is elsewhere."""
     places, remedy = [], "pass an array of group.empty"
-    begins = {span.name: span.begin for span in spans}  # only of arrays that have elements
+    begins = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):
         name, is_missing = parameter.name, parameter in host.results and not has_outputs
         place = windows.place(begins[name]) if name in begins else None
         if is_missing or (name in begins and place is None):
             where = f"{host.name}: {'out=: ' * (parameter in host.results)}{name}"
-            raise ArgumentError(f"{where}: is not in a window, but the program was compiled for one in a window; {remedy}")
+            raise ArgumentError(f"{where}: is not in a window, but the program was compiled for an array in a window; {remedy}")
         places += [place] if place else []
     return tuple(places)
 
 
 def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
-    """Arguments of `Group.empty`. Raises ArgumentError if they are wrong."""
+    """Checks the arguments of `Group.empty`. Returns the shape as a tuple of ints. Raises ArgumentError if an argument is wrong."""
     sizes = (shape,) if isinstance(shape, int) else shape
     try:
         is_shape = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes)
     except TypeError:
         is_shape = False
     if not is_shape or isinstance(sizes, str):
-        raise ArgumentError(f"group.empty: shape={shape!r} is not a tuple of ints of at least 0; give the shape of this rank's array")
+        raise ArgumentError(f"group.empty: shape={shape!r} is not a tuple of ints of at least 0; pass the shape of this rank's array")
     if not isinstance(dtype, DType):
-        raise ArgumentError(f"group.empty: dtype={dtype!r} is not a dtype of Hostweave; give hw.f32, hw.bf16 or another one")
+        raise ArgumentError(f"group.empty: dtype={dtype!r} is not a dtype of Hostweave; pass one such as hw.f32 or hw.bf16")
     if prod(map(int, sizes)) > MOST_ELEMENTS_OF_A_SIZE:
         raise ArgumentError(f"group.empty: shape={shape!r} exceeds any memory; pass the shape of this rank's array")
     if not isinstance(target, str) or target not in NAMES:
@@ -156,9 +156,9 @@ def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int,
 
 @cache
 def built(target: str) -> ModuleType:
-    """Module of an empty program. Any program's module provides what group memory needs."""
+    """Module of an empty program. The module of any program has the code for group memory."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
-    with _building:  # ranks that are threads need it at the same time
+    with _building:  # ranks that are threads request it at the same time
         folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
         on.expect_memory()
         return load(folder / MODULE_FILE, on.dlopen_flags)

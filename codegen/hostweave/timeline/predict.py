@@ -35,8 +35,7 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
     """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs are allocated all the time, temporaries
-    between
-    allocate and deallocate."""
+    between allocate and deallocate."""
     held = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
     yield 0.0, held

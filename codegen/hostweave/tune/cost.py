@@ -104,8 +104,7 @@ class Product:
         """Returns (seconds, thread blocks, seconds of computing) for one tile shape and split-K.
 
         With split-K, `parts` thread blocks compute partial sums of a tile in f32, which are added afterwards. Few thread blocks do not
-        reach the
-        full memory bandwidth.
+        reach the full memory bandwidth.
         """
         blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
         waves = ceil(blocks / machine.multiprocessors)
@@ -170,8 +169,7 @@ class Attended:
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
         """Returns the attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag order, half of any
-        other block
-        is masked."""
+        other block is masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
@@ -191,8 +189,7 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
     """Extra seconds of an attention with sharded keys, as (with gathered keys, with one block of keys per rank).
 
     With gathered keys, a second gather starts, and the gathered keys are copied to the layout of attention. With blocks, a rank packs its
-    own
-    keys and values, and combines all results. `gathered` and `result` are in bytes.
+    own keys and values, and combines all results. `gathered` and `result` are in bytes.
     """
     begins = machine.link("collective", ranks).seconds(0)
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
