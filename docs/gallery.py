@@ -1,4 +1,4 @@
-"""The gallery: programs of examples/ with their source, their predicted timeline and their C++, made when the pages are built."""
+"""The page "Gallery": programs of examples/ with source, predicted timeline and C++. It is generated when the documentation is built."""
 
 import ast
 import base64
@@ -102,7 +102,7 @@ def shown(entry: Entry) -> Iterator[str]:
 
 
 def source_of(path: Path, name: str) -> str:
-    """A function of a file with its decorators."""
+    """Source of a function of a file, with its decorators."""
     text = path.read_text()
     found = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name)
     return "\n".join(text.splitlines()[found.decorator_list[0].lineno - 1 : found.end_lineno])

@@ -1,4 +1,4 @@
-"""Fills in generated parts of pages, such as the table of ops, in place of lines like `<!-- table of ops -->`."""
+"""Replaces lines such as `<!-- table of ops -->` in pages by generated text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hostweave.types.tensor import DTYPES
 
 
 def functions(ops: Mapping[str, OpDef]) -> str:
-    """The functions that are made from these entries, as mkdocstrings takes them."""
+    """Directives of mkdocstrings for the public functions of these ops."""
     return "\n\n".join(f"::: hostweave.{kind}" for kind, op in ops.items() if op.is_public)
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of C++ templates, shown by a pattern."""
+    """Replaces a field of an op's C++ template, for example `std` or `T`, by a readable pattern."""
 
     pattern: str
 
@@ -45,7 +45,7 @@ def table(ops: Mapping[str, OpDef]) -> str:
 
 
 def errors() -> str:
-    """Each class that users catch, as mkdocstrings takes it."""
+    """Directives of mkdocstrings for all public exceptions."""
     return "\n\n".join(f"::: hostweave.base.errors.{name}\n    options:\n      members: []" for name in dir(hw.errors))
 
 
@@ -60,7 +60,7 @@ def dtypes() -> str:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """mkdocs calls it for every page."""
+    """Inserts the generated parts of a page. mkdocs calls this function for every page."""
     made = {
         "<!-- functions of one element of each operand -->": functions(pointwise.OPS),
         "<!-- reductions -->": functions(reductions.OPS),

@@ -1,6 +1,6 @@
 """The pictures of the documentation: `python docs/pictures.py` writes docs/images/*.svg.
 
-speed.svg has the figures of figures.json, and layer.svg the times of layer.json, which GPUs measured; the others show terms.
+speed.svg shows the measurements in figures.json, and layer.svg those in layer.json. All other pictures explain terms.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def speed() -> str:
-    """How many times as fast as the best of PyTorch each row of figures.json is."""
+    """Bars of the speed of Hostweave relative to the best of PyTorch, one for each row of figures.json."""
     figures = json.loads((HERE / "figures.json").read_text())
     rows, left, scale = figures["rows"], 400, 340
     parts = [text(10, 22, "times as fast as the best of PyTorch in the same run", "title")]
@@ -77,9 +77,10 @@ def speed() -> str:
 
 
 def layer() -> str:
-    """A layer by this package, and by the fastest way of PyTorch, as torch.profiler saw one call of each on rank 0. A line is a stream.
+    """Timelines of a layer in Hostweave and in the fastest mode of PyTorch, with one line per stream. torch.profiler recorded one call of
+    each on rank 0.
 
-    `python benchmarks/sequence_parallel.py profile docs/layer.json` measures it.
+    `python benchmarks/sequence_parallel.py profile docs/layer.json` measures the times.
     """
     found = json.loads((HERE / "layer.json").read_text())
     end = max(event[3] for events in found["calls"].values() for event in events)
@@ -163,7 +164,7 @@ def shardings() -> str:
 
 
 def partial() -> str:
-    """A contraction over a sharded dim: each rank has a term, and a reduction adds them."""
+    """A contraction over a sharded dim: each rank computes a term, and a reduction adds the terms."""
     parts = [text(20, 22, "x: [M, K@x]   w: [K@x, N]   x @ w: a partial sum on each rank", "title")]
     for r in range(4):
         y = 40 + 44 * r
@@ -182,7 +183,7 @@ def partial() -> str:
 
 
 def compiler() -> str:
-    """From a function to a program."""
+    """Stages of the compiler, from a Python function to a program."""
     steps = (
         ("Python", "math on", "global tensors"),
         ("fusion IR", "math +", "shardings"),
@@ -202,7 +203,7 @@ def compiler() -> str:
 
 
 def pipeline() -> str:
-    """An all-gather with its matmul: in sequence, and shard by shard on two streams with events between them."""
+    """An all-gather and a matmul: sequential, and shard by shard on two streams that are ordered by events."""
     parts = [text(10, 20, "in sequence", "title"), rect(90, 30, 240, 24, "b"), rect(330, 30, 400, 24, "a")]
     parts += [text(10, 47, "stream", "small"), _on(100, 47, "all_gather x"), _on(340, 47, "x @ w")]
     parts += [text(10, 92, "in a loop: shard i is multiplied while shard i + 1 arrives", "title")]

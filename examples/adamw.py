@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter, 2019) in one in-place kernel: weights and moments are donated.
 
-ZeRO (Rajbhandari et al., 2020) is a choice of shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also
-the weights. Each rank has its own gradient, a row of `g`; if gradients are sharded, their sum is reduce-scattered.
+The stages of ZeRO (Rajbhandari et al., 2020) are shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also the
+weights. Row `i` of `g` is the gradient that rank `i` has computed. The sum of the rows is all-reduced, or reduce-scattered if gradients
+are sharded.
 """
 
 import hostweave as hw
@@ -35,6 +36,6 @@ def adamw(ranks, stage, eps=1e-8):
 
 
 def rates(step, lr=1e-3, weight_decay=1e-2):
-    """Coefficients of step number `step`, starting at 1: three numbers, passed as inputs, so that a schedule may change them."""
+    """Three coefficients for step number `step`, which starts at 1. They are inputs of the program, so that a schedule can change them."""
     rate, scale = lr / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** -0.5
     return {"rate": rate, "scale": scale, "decay": 1 - lr * weight_decay}

@@ -1,4 +1,4 @@
-"""Llama checkpoints of Hugging Face: config.json, and weights as safetensors, of which a rank reads only its shards."""
+"""Reads Llama checkpoints of Hugging Face: config.json, and weights as safetensors. Each rank reads only its shards of the weights."""
 
 import importlib
 import json
@@ -31,11 +31,11 @@ class Config:
 
 
 class CheckpointError(Exception):
-    """Problem with a folder or a request, with a remedy."""
+    """Raised if a checkpoint or a request cannot be used. The message has a remedy."""
 
 
 def needed(module):
-    """Imports an optional package."""
+    """Returns an optional package. Raises CheckpointError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -51,7 +51,8 @@ def read_json(path):
 
 
 def read_config(folder, dtype=None):
-    """Config, radians per token of each pair of elements, and end-of-text tokens. Raises CheckpointError if it is not a Llama."""
+    """Returns the config, the rotary frequencies (radians per token for each pair of elements), and the end-of-text tokens. Raises
+    CheckpointError if the model is not a Llama."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -78,7 +79,7 @@ def read_config(folder, dtype=None):
 
 
 def frequencies(size, theta, scaling=None):
-    """theta ** (-2 i / size). Llama 3.1 slows the low frequencies by a factor, for longer texts."""
+    """Rotary frequencies theta ** (-2 i / size). Llama 3.1 divides the low frequencies by a factor, for longer texts."""
     rates = 1 / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling:
         low, high, factor = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
@@ -96,7 +97,7 @@ def read_tokenizer(folder):
 
 
 def read_weights(folder, types, mesh, rank, device="cpu"):
-    """This rank's shard of each tensor of the model, by name; nothing else is read.
+    """Reads this rank's shard of each tensor of the model. Returns the shards by name.
 
     Raises CheckpointError if `types` names a tensor that the checkpoint lacks, or if the checkpoint has others.
     """

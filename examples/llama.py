@@ -1,9 +1,8 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
-Two programs share the weights, and a cache of keys and values that both update in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another: each call writes the next token to the input of the next call.
-`hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3
-8B on 8 ranks.
+Two programs share the weights and the cache of keys and values, and update the cache in place. `prefill` processes the prompt,
+sequence-parallel. `decode` processes one token after another: each call writes the next token to the input of the next call. `hw.block`
+makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8 ranks.
 """
 
 import argparse
@@ -22,7 +21,8 @@ OPTIONS = hw.Options(sizes={"B": 1})
 
 
 def layer_weights(c):
-    """Tensors of a layer by their checkpoint names, as in `model.layers.0.self_attn.q_proj.weight`; a matrix is [out, in]."""
+    """Types of a layer's weights by their names in the checkpoint, as in `model.layers.0.self_attn.q_proj.weight`. A matrix is [out,
+    in]."""
     E, F, dtype = c.hidden_size, f"{c.intermediate_size}@tp", c.dtype
     heads, groups = (f"{count * c.head_dim}@tp" for count in (c.num_attention_heads, c.num_key_value_heads))
     return {
@@ -39,13 +39,13 @@ def layer_weights(c):
 
 
 def other_weights(c):
-    """Embeddings and output weights. Each rank has some rows of the token table, and computes the logits of these tokens."""
+    """Types of the weights outside of layers. Each rank has some rows of the embedding table, and computes the logits of these tokens."""
     table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
     return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
 
 
 def short(name):
-    """Input name in the programs for a tensor's name."""
+    """Name of a program's input for a tensor of the checkpoint."""
     return name.rpartition(".")[2]
 
 
@@ -54,14 +54,15 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """One layer, for a prompt whose tokens are sharded along the sequence, or for the next token, which attends to the cache."""
+    """One layer. It processes a prompt whose tokens are sharded along the sequence, or, if `decode`, one token that attends to the
+    cache."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
         inputs |= {"position": hw.i32["B"], "lengths": hw.i32["B"]}
 
     def heads(x, count):
-        """[S, B, count * D] as [B, count, S, D]."""
+        """View of [S, B, count * D] as [B, count, S, D]."""
         return hw.permute_dims(hw.reshape(x, S, "B", count, D), (1, 2, 0, 3))
 
     def layer(x, keys, values, input_layernorm, q_proj, k_proj, v_proj, o_proj,
@@ -81,7 +82,7 @@ def llama_layer(c, decode):
 
 
 def largest(x):
-    """Index of the first largest element of each row. If rows are sharded, only two numbers per row are sent."""
+    """Index of the first largest element of each row. If rows are sharded, ranks exchange only two numbers per row."""
     return hw.min(hw.where(x == hw.max(x, -1, keepdims=True), hw.iota(x, -1), int(x.type.shape[-1])), -1)
 
 
@@ -106,10 +107,10 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """`prefill` or `decode`: the next token of each sequence, its logits, and the cache.
+    """The program `prefill` or `decode`. It returns the next token of each sequence, its logits, and the cache.
 
-    `position` is the number of tokens of each sequence in the cache: after `prefill`, whose prompts may be padded, or before a
-    step of `decode`.
+    `position` is the number of tokens of each sequence that are in the cache: after a `prefill`, not counting padding, or before a step of
+    `decode`.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the index of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
@@ -154,14 +155,14 @@ def program(c, tp, decode=False, is_sampled=False):
 
 
 def compiled(c, tp, target="cpu", is_sampled=False):
-    """Both programs. Raises CheckpointError if ranks cannot share the heads."""
+    """Compiles both programs. Raises CheckpointError if the number of heads is not a multiple of the number of ranks."""
     if c.num_key_value_heads % tp:
         raise CheckpointError(f"{c.num_key_value_heads} heads of keys and values cannot be shared by {tp} ranks; give a divisor as --tp")
     return [hw.compile(program(c, tp, decode, is_sampled), target, OPTIONS) for decode in (False, True)]
 
 
 def load(folder, c, mesh, rank, device="cpu"):
-    """Weights of a rank by the names of the programs' inputs."""
+    """Reads the weights of a rank. Returns them by the names of the programs' inputs."""
     ours = {name: short(name) for name in other_weights(c)}
     types = other_weights(c)
     for i in range(c.num_hidden_layers):
@@ -171,9 +172,9 @@ def load(folder, c, mesh, rank, device="cpu"):
 
 
 class Llama:
-    """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks make the same calls.
+    """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks must make the same calls.
 
-    `weights` are the weights of the rank. `sampling` has temperature, top_p and seed, for programs that sample.
+    `weights` are the weights of this rank. `sampling` has temperature, top_p and seed, for programs that sample.
     """
 
     def __init__(self, c, programs, weights, frequencies, batch=1, length=4096, sampling=None):
@@ -194,7 +195,7 @@ class Llama:
         self.graph = None
 
     def start(self, prompts):
-        """Processes a prompt per sequence; `ids` then holds the next tokens. Raises CheckpointError if the cache is too small."""
+        """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if the cache is too small."""
         counts = [len(prompt) for prompt in prompts]
         if wrong := [count for count in counts if not 0 < count < self.length]:
             raise CheckpointError(f"a prompt of {wrong[0]} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
@@ -205,14 +206,16 @@ class Llama:
         self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
 
     def advance(self):
-        """Computes the next token. A call prepares `ids` and `position` for the next call, so all calls are one CUDA graph."""
+        """Computes the next tokens. Each call updates `ids` and `position` in place for the next call, so all calls launch the same CUDA
+        graph."""
         if self.graph:
             return self.graph()
         out = (None, self.logits, None, *(None for _ in self.cache))
         self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # capture also makes the call
 
     def generate(self, prompts, count):
-        """Yields the next token of each sequence, until there are `count` or a cache is full. The device is one token ahead."""
+        """Yields the next token of each sequence, until there are `count` tokens or the cache is full. The device computes one token
+        ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
         room = self.length - max(map(len, prompts)) + 1  # the last token is not stored in the cache

@@ -1,8 +1,8 @@
 """A mixture of experts whose tokens and experts are sharded over `ep`: routing, dispatch, experts, combine, and the backward pass.
 
-Each token goes to the ranks of its TOP experts of EXPERTS. How many tokens an expert gets is known only at the call, and the host does not
-wait for it. No token is dropped. Experts are SwiGLU MLPs, whose gate and up are one product. A bias of each expert only decides the
-choice, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
+Each token is sent to the ranks of TOP of EXPERTS experts. The number of tokens of an expert is computed on the device, and the host never
+reads it. No token is dropped. Experts are SwiGLU MLPs, whose gate and up projections are one product. The bias of an expert affects only
+which experts are chosen, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
 """
 
 import hostweave as hw
@@ -32,7 +32,7 @@ def of_ranks(w):
 
 
 def halves(x):
-    """Splits the product of gate and up [R, rows, 2*I] into two of [R, rows, I]."""
+    """Splits the product of the gate and up projections [R, rows, 2*I] into two tensors [R, rows, I]."""
     parts = hw.reshape(x, *x.shape[:2], 2, "I")
     return parts[:, :, 0], parts[:, :, 1]
 
@@ -84,13 +84,13 @@ def differentiated(x, dy, router, bias, w1, w2):
 
 @hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
 def moe_backward(x, dy, router, bias, w1, w2):
-    """Gradients alone. The forward pass is repeated, as in activation checkpointing."""
+    """The gradients. The forward pass is recomputed, as in activation checkpointing."""
     _, gradients = differentiated(x, dy, router, bias, w1, w2)
     return gradients
 
 
 @hw.fusion(mesh=mesh, x=dtype[T, "H"], dy=dtype[T, "H"], **LAYER)
 def moe_training(x, dy, router, bias, w1, w2):
-    """The result and the gradients. The backward pass uses values of the forward pass."""
+    """The result and the gradients. The backward pass reuses values of the forward pass."""
     y, gradients = differentiated(x, dy, router, bias, w1, w2)
     return y, *gradients

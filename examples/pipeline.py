@@ -1,6 +1,6 @@
 """Pipelines: the first half of the ranks computes the first layers and sends activations to the second half for the rest.
 
-Each stage is a mesh of some of the ranks. A result is on the mesh of its operands, until a reshard moves it to another.
+Each stage runs on a mesh of some of the ranks. A result is on the mesh of its operands. A reshard moves it to another mesh.
 """
 
 import hostweave as hw
@@ -22,7 +22,7 @@ def two_stages(x, w1, w2):
 @hw.fusion(
     mesh=mesh,
     x=dtype["M", "K"].on(first),
-    up1=dtype["K", "N@x"].on(first),  # weights are sharded over their stage's ranks
+    up1=dtype["K", "N@x"].on(first),  # weights are sharded over the ranks of their stage
     down1=dtype["N@x", "K"].on(first),
     up2=dtype["K", "N@x"].on(second),
     down2=dtype["N@x", "K"].on(second),

@@ -1,6 +1,6 @@
-"""Streams on one device: each op of a loop processes one slice per step, and steps use the streams round-robin.
+"""Loops on one device: each iteration computes one slice, and iterations use the streams round-robin.
 
-`allreduce_rows` is different: eight devices, with a row sum that each rank adds in a separate kernel.
+`allreduce_rows` runs on eight devices. Each rank adds its part of the row sums in a separate kernel.
 """
 
 import hostweave as hw

@@ -1,6 +1,6 @@
-"""A tensor-parallel Llama of transformers: `python examples/torch_llama.py FOLDER --tp 2` prints the tokens that follow.
+"""A tensor-parallel Llama of transformers: `python examples/torch_llama.py FOLDER --tp 2` continues a prompt and prints the tokens.
 
-Without FOLDER it is a small model with random weights. `--source` prints the generated program, in which the layers are one function.
+Without FOLDER the model is small and has random weights. `--source` prints the generated program, in which all layers are one function.
 """
 
 import argparse

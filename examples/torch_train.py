@@ -1,7 +1,7 @@
-"""Training of a GPT-2 with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints its losses.
+"""Trains a GPT-2 with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints the losses.
 
-It is a small model with random weights, which learns to count. Forward and backward pass are one program each; `--source` prints
-them.
+The model is small, has random initial weights, and learns to count. The forward and the backward pass are one program each; `--source`
+prints both.
 """
 
 import argparse

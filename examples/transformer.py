@@ -1,8 +1,8 @@
-"""Transformer layers in the form that users write: the spec of the input makes them tensor-parallel or sequence-parallel.
+"""Transformer layers as users write them: the type of the input makes them tensor-parallel or sequence-parallel.
 
-MLP and attention are plain functions. The columns of the first weight and the rows of the second one are sharded over `tp`, so
-the result is partial. It is all-reduced if it is to be replicated, or reduce-scattered if it is to be sharded along the sequence.
-The backward passes are written with the same ops.
+MLP and attention are plain functions. The first weight is sharded over `tp` by columns and the second by rows, so the result is a partial
+sum. It is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the sequence. The backward
+passes are written with the same ops.
 """
 
 from math import pi, sqrt
@@ -39,12 +39,12 @@ def swiglu(x, wg, wu, wd):
 
 
 def heads(x, w, count):
-    """[S, B, E] as [B, count, S, D]."""
+    """Multiplies [S, B, E] by a weight, and returns a view of the product as [B, count, S, D]."""
     return hw.permute_dims(hw.reshape(hw.matmul(x, w), "S", "B", count, D), (1, 2, 0, 3))
 
 
 def together(x):
-    """[B, H, S, D] as [S, B, H * D]."""
+    """View of [B, H, S, D] as [S, B, H * D]."""
     return hw.reshape(hw.permute_dims(x, (2, 0, 1, 3)), "S", "B", H * D)
 
 
@@ -106,7 +106,7 @@ def grouped_query_sp(x, wq, wk, wv, wo, cos, sin):
     return shared(grouped_query(x, wq, wk, wv, wo, cos, sin))
 
 
-# --- whole layers: the residual determines the layout of its addends --------------------------------------------------
+# --- whole layers: tensors that are added to the residual get its sharding --------------------------------------------
 
 GPT = {
     **HEADS,
@@ -148,7 +148,7 @@ def llama_sp(x, wq, wk, wv, wo, wg, wu, wd, n1, n2, cos, sin):
     return llama(x, wq, wk, wv, wo, wg, wu, wd, n1, n2, cos, sin)
 
 
-# --- backward: reductions of weight gradients over dp overlap with the rest -------------------------------------------
+# --- backward: reductions of weight gradients over dp overlap with computation ----------------------------------------
 
 
 def gelu_slope(h):
@@ -170,7 +170,7 @@ def linear_rows_backward(x, w, dy):
 
 
 def mlp_gradients(x, h, w1, w2, dy):
-    """`h` is the result of the first linear layer."""
+    """Gradients of an MLP. `h` is the result of the first linear layer."""
     dw2 = hw.matmul(hw.gelu(h).T, dy)
     dh = hw.matmul(dy, w2.T) * gelu_slope(h)
     dw1 = hw.matmul(x.T, dh)

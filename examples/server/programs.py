@@ -1,4 +1,4 @@
-"""The two programs of the server: the halves of an MLP, with weights that two ranks share.
+"""The two programs of the server: the first and the second half of an MLP, with weights that are sharded over two ranks.
 
 hostweave export examples/server/programs.py:hidden build/hidden
 hostweave export examples/server/programs.py:project build/project

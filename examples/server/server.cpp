@@ -1,6 +1,6 @@
 // Serves an MLP from two exported programs, one process per rank, without Python.
 //
-//   server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE     one process per rank; they find each other through a file
+//   server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE     one process per rank; rank 0 writes ID_FILE, and the others read it
 //   mpirun -n 2 server WEIGHTS REQUESTS ANSWERS            with -DSERVER_WITH_MPI=ON
 //
 // WEIGHTS is a folder with up.f32 and down.f32, REQUESTS a file of requests; all are f32 in C order. Rank 0 writes ANSWERS.
@@ -54,7 +54,7 @@ Place find_place(int argc, char** argv) {
   return place;
 }
 #else
-// Rank 0 writes a temporary file and renames it, so that no rank reads a partial id. A new world needs a new file.
+// Rank 0 writes a temporary file and renames it, so that no rank reads a partial id. Each start of the server needs a new file.
 Place find_place(int argc, char** argv) {
   if (argc != 7) throw std::invalid_argument("usage: server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE");
   const std::string path = argv[6];
@@ -127,7 +127,7 @@ struct Event {
   operator cudaEvent_t() const { return handle; }
 };
 
-// Both programs on separate streams, as one CUDA graph.
+// Captures both programs, which run on separate streams, in one CUDA graph.
 class Server {
  public:
   Server(hw::World& world, const std::vector<float>& up, const std::vector<float>& down)
@@ -153,7 +153,7 @@ class Server {
   }
   ~Server() { cudaGraphExecDestroy(graph_); }
 
-  // Answer to a request, in device memory, valid until the next request.
+  // Returns the answer to a request, in device memory. It is valid until the next request.
   const Array& answer(const float* request) {
     x_->set(request);
     HW_CHECK(cudaGraphLaunch(graph_, first_));
@@ -161,7 +161,7 @@ class Server {
     return *y_;
   }
 
-  // Runs with another number of rows than prepared: the program reports an error and writes nothing.
+  // Runs with a number of rows that was not prepared: the program reports an error and writes nothing.
   void expect_a_refusal() {
     hw::Tensor larger = x_->tensor;
     larger.shape.dims[0] += 1;
