@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.choice import Choice
@@ -165,16 +165,17 @@ class Events:
     __str__ = Streams.__str__
 
 
+S = TypeVar("S")  # a program or a fusion
 P = ParamSpec("P")
 
 
-def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
-    """Decorates an analysis: its result is computed once per program, and cached on the program.
+def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Decorates an analysis: its result is computed once per program, or fusion, and cached on it.
 
     Programs are immutable. Callers must not modify the result either.
     """
 
-    def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
         key = compute, args, tuple(kwargs.items())
         if key not in known:

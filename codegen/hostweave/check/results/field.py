@@ -22,6 +22,7 @@ _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
 _FEW_TERMS = 16  # up to this number of terms, and for small products, NumPy's loops are faster than BLAS
 _SMALL = 2**14  # number of multiplications
+_WIDE = 64  # columns from which on einsum's loops over contiguous rows are faster than those of matmul
 _MANY = 1000
 _FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
 _EXPONENTS = 1200  # covers the exponents of f64, above and below 0
@@ -45,6 +46,9 @@ def of_integers(x: NDArray[Any]) -> Elements:
         return x % P
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
+
+# After glibc has freed an array of this size, it keeps freed memory for later arrays: getting new pages takes longer than the arithmetic.
+np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
 
@@ -110,7 +114,8 @@ def matmul(x: Elements, y: Elements) -> Elements:
     """Product of matrices with the same number of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
     if inner <= _FEW_TERMS or (inner <= _SUMMED and rows * inner * columns <= _SMALL):
-        return reduced(np.matmul(x, y))
+        is_wide = columns >= _WIDE and x.strides[-1] == y.strides[-1] == y.itemsize
+        return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_wide else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
     for start in range(0, inner, _SUMMED):  # sums of products of halves are exact in f64

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -49,6 +50,11 @@ class Functions:
         self.real = real
         self.add = _Add()
         self.bitwise_and, self.bitwise_or, self.bitwise_xor = (_Bits(name) for name in ("bitwise_and", "bitwise_or", "bitwise_xor"))
+
+    @staticmethod
+    def errstate(**_: str) -> nullcontext[None]:
+        """Changes nothing: a check ignores all floating-point errors."""
+        return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name in _OPAQUE:
@@ -288,8 +294,9 @@ class Functions:
         return type(x)(*(np.pad(part, [(0, 0), *widths], constant_values=value[0]) for part, value in zip(x.parts, values, strict=True)))
 
     def full(self, shape: Any, value: Any, dtype: Any = None) -> Any:
-        array = np.full(shape, value, dtype)
-        return self.real.of(array) if array.dtype.kind == "f" else Exact(array[None])
+        number = np.full((), value, dtype)
+        kind = self.real if number.dtype.kind == "f" else Exact
+        return kind.of(number).map(lambda part: np.full((1, *np.atleast_1d(shape)), part))
 
     def zeros(self, shape: Any, dtype: Any = float) -> Any:
         return self.full(shape, 0, dtype)

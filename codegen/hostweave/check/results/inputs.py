@@ -4,9 +4,12 @@ cover their whole valid range."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hostweave.check.results.arithmetic import dtype_in_lanes
 from hostweave.check.results.field import PRIME
@@ -28,16 +31,41 @@ def random_inputs(
     fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, steering: Mapping[str, tuple[str, int]]
 ) -> dict[str, Lanes]:
     """Global inputs with one lane per seed. The shadow of a float is independent of its element."""
-    random = np.random.default_rng(39)
+    random = _Random()
     return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, most: int) -> Lanes:
+BLOCK, MOST_BLOCKS = 2**13, 32  # numbers of a block, and blocks that are kept: all checks of a process use the same random numbers
+
+
+@lru_cache(MOST_BLOCKS)
+def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+    """A block of shadows, and one of independent elements."""
+    random = np.random.default_rng((39, number))
+    return random.standard_normal(BLOCK), random.integers(1, PRIME, BLOCK, np.uint64)
+
+
+class _Random:
+    """Random numbers: floats from one block after another, and a generator of integers."""
+
+    def __init__(self) -> None:
+        self.integers = np.random.default_rng(39).integers
+        self.drawn = 0
+
+    def floats(self, shape: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
+        """Shadows and elements of an array. Each call draws new numbers."""
+        start, self.drawn = self.drawn, self.drawn + prod(shape)
+        starts = range(start // BLOCK * BLOCK, max(self.drawn, start + 1), BLOCK)
+        pieces = [[part[max(start - at, 0) : self.drawn - at] for part in _block(at // BLOCK)] for at in starts]
+        return tuple(np.concatenate(parts).reshape(shape) for parts in zip(*pieces, strict=True))
+
+
+def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, most: int) -> Lanes:
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
-        shadow = random.standard_normal(shape)
+        shadow, element = random.floats(shape)
         shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs, because abs negates only negative numbers
-        return functions.real.exactly(shadow, random.integers(1, PRIME, shape, np.uint64))
+        return functions.real.exactly(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
     low, high = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1), ENDS: (0, most + 1)}.get(

@@ -292,22 +292,28 @@ def is_float(x: Any) -> bool:
 
 
 def aligned(xs: Sequence[Lanes]) -> list[Lanes]:
-    """Gives all arrays the same number of dims, so that they broadcast from the right."""
-    most = max(x.parts[0].ndim for x in xs)
+    """Gives all arrays but constants the same number of dims, so that they broadcast from the right."""
+    most = max([x.parts[0].ndim for x in xs])
     return [
-        x if x.parts[0].ndim == most else x.map(lambda part: part.reshape(len(part), *(1,) * (most - part.ndim), *part.shape[1:]))
+        x
+        if x.parts[0].ndim == most or x.parts[0].shape == (1,)
+        else x.map(lambda part: part.reshape(len(part), *(1,) * (most - part.ndim), *part.shape[1:]))
         for x in xs
     ]
 
 
 def reals(*xs: Any) -> list[Any]:
     kind = kind_of(xs)
-    return aligned([kind.of(x) for x in xs])
+    return aligned([x if type(x) is kind else kind.of(x) for x in xs])
 
 
 def kind_of(xs: Iterable[Any]) -> type[Real]:
     """The class of floats with the most parts among the arrays."""
-    return max((type(x) for x in xs if isinstance(x, Real)), key=lambda kind: kind.count, default=Real)
+    kind: type[Real] = Real
+    for x in xs:
+        if isinstance(x, Real) and x.count > kind.count:
+            kind = type(x)
+    return kind
 
 
 def values_of(*xs: Any) -> list[Any]:

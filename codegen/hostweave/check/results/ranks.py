@@ -20,9 +20,11 @@ from hostweave.check.results.functions import Functions
 from hostweave.check.results.lanes import Exact, Lanes, apply
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import OFFSET
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import global_shape
 
 REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum", "avg": "add"}
@@ -40,8 +42,10 @@ class FieldRanks:
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
         # for a tuple of senders: the data that they deliver, already reduced if the collective reduces
         self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}
-        self.values: dict[tuple[str, int], tuple[int, ...]] = {}  # (kernel, rank) -> values of the sizes that the kernel reads
-        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its sizes) -> its ops
+        self.values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, the values of the local sizes that the kernel reads
+        self.values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
+        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
+        self.alike: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
         self.ran: set[tree.Instruction] = set()
         # called with the contents after each write; a rank's index is that of the memory
         self.watch: Callable[[int, Access, Lanes], None] | None = None
@@ -70,10 +74,11 @@ class FieldRanks:
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
         """The memory that the accesses of these ranks name. All have the same layout. On different streams, ranks may use different
         buffers."""
-        regions = [access.region for access in accesses]
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
-        if len({(region.root, region.offset) for region in regions}) == 1:
-            return self.buffer(regions[0].root).view(owners, regions[0].offset, regions[0].layout)
+        root, offset, layout, *_ = accesses[0].region
+        if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
+            return self.buffer(root).view(owners, offset, layout)
+        regions = [access.region for access in accesses]
         return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
 
     def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
@@ -113,25 +118,29 @@ class FieldRanks:
         roots = self.instances.roots
         if a.instruction.packed and (roots[one] is not roots[other] or any(cut.local for cut in a.instruction.packed)):
             return False  # depends on the sizes of the rank, and on the offset of its shard
-        if any(self.values_of_sizes(name, one) != self.values_of_sizes(name, other) for name in tree.names(a.instruction, "launch")):
-            return False
-        layouts, others = ([access.region.layout for access in operation.accesses] for operation in (a, b))
-        return layouts == others or [(x.shape, x.strides) for x in layouts] == [(y.shape, y.strides) for y in others]
+        for name in tree.names(a.instruction, "launch"):
+            if self.local_sizes(name, one) != self.local_sizes(name, other):
+                return False
+        if roots[one] is roots[other]:  # these ranks have equal local sizes, and therefore equal layouts
+            return True
+        pairs = zip(a.accesses, b.accesses, strict=True)
+        layouts = [(x.region.layout, y.region.layout) for x, y in pairs]
+        return all(x is y or (x.shape == y.shape and x.strides == y.strides) for x, y in layouts)
 
-    def values_of_sizes(self, name: str, rank: int) -> tuple[int, ...]:
-        """Values, on this rank, of all sizes that the ops of a kernel read."""
-        if (name, rank) not in self.values:
+    def local_sizes(self, name: str, rank: int) -> tuple[int, ...]:
+        """Values, on this rank, of the local sizes that the ops of a kernel read. The offsets of iota are not among them."""
+        if name not in self.values:
             ops = self.kernels[name].ops if name in self.kernels else ()
-            sizes = [size for op in ops if OPS[op.kind].target in ("shape", "type") for size in op.result.type.shape]
-            sizes += self.kernels[name].sizes if ops else ()
-            self.values[name, rank] = tuple(size.bind(self.instances.sizes[rank]) for size in dict.fromkeys(sizes))
-        return self.values[name, rank]
+            sizes = [size for op in ops for size in _sizes_read(op)]
+            local = tuple(dict.fromkeys(atom for size in sizes for atom in size.atoms if isinstance(atom, LocalSize)))
+            if local not in self.values_of:
+                self.values_of[local] = [tuple([size.bind(of_rank) for size in local]) for of_rank in self.instances.sizes]
+            self.values[name] = self.values_of[local]
+        return self.values[name][rank]
 
     def is_ready(self, queue: _Queue) -> bool:
         """True if the rank can proceed. A communication posts its data immediately, and ends when all of its sources have posted theirs."""
-        operation = queue.now
-        assert operation
-        if not operation.communications or (not queue.is_posted and not isinstance(operation.instruction, ir.OneSided)):
+        if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
         return all(source in self.posted for source in queue.awaited(self.meeting_of))
 
@@ -196,7 +205,7 @@ class FieldRanks:
             total = self.total("sum", self.meeting_of[operation].sources(operation))
             (kernel,) = tree.names(operation.instruction, "launch")
             reads = [total, *(self.view([rank], [access]).read() for access in others)]
-            self.write([rank], [operation], self.launched(kernel, rank, reads))
+            self.write([rank], [operation], self.launched(kernel, [rank], reads))
 
     def move(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         """Copies between the memory of this rank and its peer, and sends the signal."""
@@ -214,43 +223,50 @@ class FieldRanks:
         operation = operations[0]
         instruction = operation.instruction
         self.ran.add(instruction)
-        if not any(access.region.layout.count for access in operation.accesses if access.writes):
-            return
+        if not any(access.region.layout.run for access in operation.accesses if access.writes):
+            return  # nothing to write
         accesses = zip(*(each.accesses for each in operations), strict=True)
         reads = [self.view(ranks, column).read() for column in accesses if column[0].reads]
         names = tree.names(instruction, "launch")
         if names:
-            results = [result for name in names for result in self.of_kernel(name, ranks[0], operation, reads)]
+            results = [result for name in names for result in self.of_kernel(name, ranks, operation, reads)]
         else:
             results = apply(partial(instruction.computed, self.functions, self.instances.sizes[ranks[0]]), *reads)  # type: ignore[attr-defined]
         self.write(ranks, operations, results)
 
-    def of_kernel(self, name: str, rank: int, operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def of_kernel(self, name: str, ranks: Sequence[int], operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
         if name in self.kernels:
-            return self.launched(name, rank, reads)
+            return self.launched(name, ranks, reads)
         written = [access.region.layout for access in operation.accesses if access.writes]
         return results_of_kernel(name, reads, [(layout.shape, layout.dtype) for layout in written], self.functions)
 
-    def launched(self, name: str, rank: int, arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def launched(self, name: str, ranks: Sequence[int], arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
         kernel = self.kernels[name]
         values: dict[str, Any] = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
-        for result, function, operands, dtype in self.ops_of(name, rank):
-            computed = apply(function, *(values[operand] if isinstance(operand, str) else operand for operand in operands))
+        for result, function, operands, dtype, offset in self.ops_of(name, ranks[0]):
+            computed = apply(function, *[values[operand] if isinstance(operand, str) else operand for operand in operands])
+            if offset:
+                offsets = [offset.bind(self.instances.sizes[rank]) for rank in ranks]
+                computed = computed + Exact(np.repeat(offsets, self.lanes)[:, None])
             values[result] = cast_in_lanes(computed, dtype, self.functions)
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
         """Ops of a kernel for the sizes of a rank: the result's name, the function, the operands and the dtype of each."""
-        key = name, self.values_of_sizes(name, rank)
+        key = name, self.local_sizes(name, rank)
         if key not in self.bound:
-            self.bound[key] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
+            ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]
+            if name not in self.alike:
+                self.alike[name] = {i: self.bound_op(op, sizes) for i, op in enumerate(ops) if not _sizes_read(op)}
+            self.bound[key] = [self.alike[name].get(i) or self.bound_op(op, sizes) for i, op in enumerate(ops)]
         return self.bound[key]
 
     def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
         definition, type = OPS[op.kind], op.result.type
         stated = definition.stated_type(partial(global_shape, type, sizes), dtype_in_lanes(type.dtype))
-        function = partial(function_of(op), self.functions, **bound_attributes(op, sizes), **stated)
-        return op.result.name, function, op.operands, type.dtype
+        offset = _offset(op)
+        bound = bound_attributes(op.with_attribute(OFFSET, Size(0)) if offset else op, sizes)
+        return op.result.name, partial(function_of(op), self.functions, **bound, **stated), op.operands, type.dtype, offset
 
     def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
         columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
@@ -260,12 +276,25 @@ class FieldRanks:
             self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
 
 
+def _sizes_read(op: Op) -> list[Size]:
+    """Sizes that the function of an op reads. The offset of an iota is not among them, because it may differ between the lanes."""
+    shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
+    return [*shape, *(value for _, value in op.attributes if isinstance(value, Size) and value is not _offset(op))]
+
+
+def _offset(op: Op) -> Size | None:
+    offset = op[OFFSET] if op.kind == "iota" else None
+    return offset if isinstance(offset, Size) else None
+
+
 class _Queue:
     """The operations of a rank in one call that compute or communicate, and the current one."""
 
     def __init__(self, operations: Sequence[Operation]):
         self.left = iter(operations)
         self.now: Operation | None = None
+        self.communications: Sequence[Operation] = ()  # of `now`
+        self.is_one_sided = False
         self.done = -1
         self.step()
 
@@ -274,21 +303,21 @@ class _Queue:
         for operation in self.left:
             if type(operation.instruction) is tree.Instruction:  # the next call begins
                 return
-            if operation.communications or operation.instruction.work:
-                self.now = operation
+            self.communications = operation.communications
+            if self.communications or operation.instruction.work:
+                self.now, self.is_one_sided = operation, isinstance(operation.instruction, ir.OneSided)
                 return
 
     def advance(self) -> None:
         """Advances to the next operation. A communication takes two steps: it posts, then it receives."""
-        if self.now and self.now.communications and not isinstance(self.now.instruction, ir.OneSided) and not self.is_posted:
+        if self.communications and not self.is_one_sided and not self.is_posted:
             self.is_posted = True
         else:
             self.step()
 
     def awaited(self, meeting_of: Mapping[Operation, MatchedCollective]) -> Sequence[Operation]:
         """The communications that must post before this operation can end."""
-        assert self.now
-        return [source for part in self.now.communications if part in meeting_of for source in meeting_of[part].sources(part)]
+        return [source for part in self.communications if part in meeting_of for source in meeting_of[part].sources(part)]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -326,8 +355,8 @@ class FieldBuffer:
         parts = []
         for part in self.parts:
             size = part.itemsize
-            first = (ranks[0] * self.lanes * self.count + (start if layout.count else 0)) * size
-            strides = (self.count * size, *(stride * size for stride in layout.strides))
+            first = (ranks[0] * self.lanes * self.count + (start if layout.run else 0)) * size
+            strides = (self.count * size, *[stride * size for stride in layout.strides])
             parts.append(np.ndarray((lanes, *layout.shape), part.dtype, part, first, strides))
         return FieldView(self.kind(*parts))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf, prod
 from typing import Any, NoReturn
 
@@ -167,28 +167,28 @@ def computed_outputs(
     ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
     ranks.watch = watch
     for parameter in program.inputs:
-        for _, block, holders in _blocks(parameter.type, mesh, wanted.inputs[parameter.name]):
-            ranks.put(holders, parameter.name, block)
+        given = wanted.inputs[parameter.name]
+        for index, holders in _blocks(parameter.type, mesh, given.shape):
+            ranks.put(holders, parameter.name, given[index])
     ranks.run()
     if ran is not None:
         ran |= ranks.ran
     for output, whole in zip(program.outputs, wanted.outputs, strict=True):
-        found = ((rank, index, block) for index, block, holders in _blocks(output.type, mesh, whole) for rank in holders)
+        found = [(rank, index, whole[index]) for index, holders in _blocks(output.type, mesh, whole.shape) for rank in holders]
         for rank, index, block in sorted(found, key=lambda each: each[0]):
             got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have the dims in another order
             yield ComparedOutput(output.name, rank, got, block, index, whole.shape)
 
 
-def _blocks(type: TensorType, mesh: Mesh, whole: Lanes) -> Iterator[tuple[tuple[Any, ...], Lanes, list[int]]]:
+@lru_cache(maxsize=1024)
+def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[tuple[Any, ...], list[int]]]:
     """Yields for each block of a tensor its index, the block, and the ranks that hold it."""
     of_tensor = type.mesh_in(mesh)
     axes = [axis for dim in type.dims for axis in dim.axes]
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in of_tensor.all_ranks:
         holders.setdefault(tuple(of_tensor.coordinate(rank, axis) for axis in axes), []).append(rank)
-    for ranks in holders.values():
-        index = block_of(type, mesh, ranks[0], whole.shape)
-        yield index, whole[index], ranks
+    return [(block_of(type, mesh, ranks[0], shape), ranks) for ranks in holders.values()]
 
 
 # --- comparison at several sizes -----------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
         if each := each or with_far_branches(program, near):
             case = known.get(tuple(at.items())) if each is program else None
             case = case or _case(each, at)
-            executed = {operation.instruction for operations in case[1].ranks for operation in operations}
-            ran = set(map(_without_values, tree.walk(tuple(executed))))
+            executed = {id(operation.instruction): operation.instruction for operations in case[1].ranks for operation in operations}
+            ran = set(map(_without_values, tree.walk(tuple(set(executed.values())))))
             needed += [case] if not needed or has_blocks or ran & left else []
             left -= ran
     return needed
@@ -364,6 +364,12 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 def work(fusion: Fusion, sizes: Sizes) -> float:
     """Number of elements that all ops compute. A hundred multiplications of a matmul count as one element."""
+    return _work(fusion, tuple(sizes.items()))
+
+
+@ir.analysis
+def _work(fusion: Fusion, given: tuple[tuple[str, int], ...]) -> float:
+    sizes = dict(given)
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
     types, of_functions = fusion.values(), dict[str, float]()
     for op in fusion.ops:

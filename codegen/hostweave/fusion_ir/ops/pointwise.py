@@ -321,7 +321,7 @@ def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any
     Philox 4x32-10 is a counter-based generator (Salmon et al., 2011). A number depends only on the counter, which is the global index, and
     on the key.
     """
-    c0, c1, c2, c3, k0, k1 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw)))
+    c0, c1, c2, c3, k0, k1 = (np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw))
     for _ in range(10):
         left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & 0xFFFFFFFF, (left >> 32) ^ c3 ^ k1, left & 0xFFFFFFFF
