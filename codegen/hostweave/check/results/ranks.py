@@ -293,7 +293,7 @@ class _Queue:
     def __init__(self, operations: Sequence[Operation]):
         self.left = iter(operations)
         self.now: Operation | None = None
-        self.communications: Sequence[Operation] = ()  # of `now`
+        self.communications: Sequence[Operation] = ()  # the communications of `now`
         self.is_one_sided = False
         self.done = -1
         self.step()
