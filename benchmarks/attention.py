@@ -1,8 +1,8 @@
 """Causal bf16 attention, forward and backward, against torch with cuDNN.
 
-Cases have 32 heads in 8 groups (Llama 3 8B), and 8 heads in one group (a rank of 70B at TP 8). Others shard the sequence over two GPUs, in
-order and in zigzag, which balances the work. Operands are [S, B, H, D]. Times are medians of alternating measurements on GPUs that do not
-wait for the host.
+Cases have 32 heads of queries and 8 of keys (Llama 3 8B), or 8 of queries and one of keys (a rank of Llama 3 70B at TP 8). Other cases
+shard the sequence over two GPUs, in order and in zigzag, which balances the work. Operands are [S, B, H, D]. Times are medians of
+alternating measurements, without host time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ROWS = (8192, 32768, 2048)
 HEAD = 128
 CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
-TORCH_TIMES = 1.03  # maximum
-SHARED = 32768  # rows over two GPUs
+TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
+SHARED = 32768  # rows that are sharded over two GPUs
 ROUNDS = 3  # rounds of equally many calls; each round moves the arrays
-SPEEDUP = 1.7  # minimum on two GPUs
+SPEEDUP = 1.7  # smallest allowed speed-up on two GPUs over one
 
 Attend = Callable[[], Any]
 
@@ -85,7 +85,8 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
 
 
 def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
-    """Passes over a sequence on two GPUs and on one, alternating; the slower GPU counts."""
+    """Times of forward and backward passes over a sequence on two GPUs and on one, alternately. On two GPUs it is the time of the slower
+    one."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):
@@ -106,7 +107,7 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
 
 
 def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
-    """Random inputs. Only the first 4096 rows are drawn; the others repeat them."""
+    """Random inputs. Only the first 4096 rows are random; the other rows repeat them."""
     random, arrays = np.random.default_rng(0), {}
     for value in fusion.inputs:
         rows, *row = map(int, value.type.shape)
@@ -191,7 +192,8 @@ def _back(x: hw.Tensor) -> hw.Tensor:
 
 
 def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
-    """Forward and backward by cuDNN; key heads are repeated beforehand if it does not support groups."""
+    """Forward and backward pass by torch with cuDNN. If this cuDNN does not support grouped heads, the key heads are repeated
+    beforehand."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -213,7 +215,8 @@ def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
 
 
 def _times(calls: tuple[Attend, ...], count: int) -> list[list[float]]:
-    """Milliseconds per call on the GPU, by alternating measurements of `count` calls, enqueued after a kernel that waits."""
+    """Milliseconds per call on the GPU, from alternating measurements of `count` calls. The calls are enqueued behind a spinning
+    kernel."""
     import torch
 
     timings: list[list[float]] = [[] for _ in calls]

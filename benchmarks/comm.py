@@ -1,6 +1,6 @@
-"""Every communication as a program of one instruction, against plain NCCL calls: host time per call, and bandwidth.
+"""Host time and bandwidth of every kind of communication, each as a program of one instruction, compared with direct NCCL calls.
 
-Both are programs of this process; in the second one the body of `run` is replaced by the plain calls.
+Both variants are programs in this process. In the second one the direct calls replace the body of `run`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _all_of(call: str, peer: str, count: str) -> str:
     return call.format(at="0", count=count, peer=peer)
 
 
-# name: types of x and y, the instruction, and plain calls on pointers x and y of N bytes per rank
+# For each name: the types of x and y, the instruction, and the NCCL calls for pointers x and y of N bytes per rank.
 COMMUNICATIONS = {
     "all_gather": (BLOCK, WHOLE, "all_gather %x -> %y on x", "HW_CHECK(ncclAllGather(x, y, N / {ranks}, ncclUint8, comm, caller));"),
     "all_reduce": (EACH, WHOLE, "all_reduce sum %x -> %y on x", "HW_CHECK(ncclAllReduce(x, y, N, ncclUint8, ncclSum, comm, caller));"),
@@ -96,13 +96,13 @@ def main() -> None:
 
 
 def text_of(name: str, ranks: int) -> str:
-    """Host IR of a program with one communication."""
+    """Text of a host program with one communication."""
     x_type, y_type, instruction = (text.format(ranks=ranks) for text in COMMUNICATIONS[name][:3])
     return f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
 
 
 def _bare(program: Any, calls: str) -> Any:
-    """Program with only these calls in the body of `run`."""
+    """Program whose `run` contains only these calls."""
     source = program.sources["program.cpp"]
     begin = source.index("void Program::run(")
     body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
@@ -131,7 +131,7 @@ def _bare(program: Any, calls: str) -> Any:
 
 
 def _times(program: Any, x: Any) -> tuple[float, float]:
-    """Host microseconds and device milliseconds per call: slowest rank, median of repetitions."""
+    """Host microseconds and device milliseconds per call of the slowest rank: medians over the repetitions."""
     times = program.measure(warmups=2, repetitions=9, x=x)
     host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     return host, statistics.median(max(rank[i].total_ms for rank in times) for i in range(len(times[0])))

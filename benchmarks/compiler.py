@@ -1,4 +1,4 @@
-"""Cost of compilation: import, lowering, growth with the number of ops, cold compile, cached load."""
+"""Time of compilation: import, lowering, growth with the number of ops, compilation with an empty cache, load from the cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float
 
 
 def small_llama(layers: int, decode: bool) -> hw.Fusion:
-    """Llama on 8 ranks with few features, so that results are compared by default."""
+    """A Llama on 8 ranks that is small enough for the check to compare its results by default."""
     example = load_file(EXAMPLES / "llama.py")
     sizes = {
         "hidden_size": 64,
@@ -92,7 +92,7 @@ hw.compile(hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N
 
 
 def import_seconds(code: str = "import hostweave") -> float:
-    """Processor seconds of code in a fresh interpreter with compiled modules."""
+    """CPU seconds of code in a new interpreter, with cached bytecode."""
     timed = f"import time\nstarted = time.process_time()\n{code}\nprint(time.process_time() - started)"
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
@@ -111,7 +111,8 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compile into an empty cache with the runtime, seconds of a load from it, and True if there are kernels."""
+    """Seconds of a compilation into a cache that has only the runtime, seconds of a load from this cache, and True if the program has
+    kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
@@ -135,7 +136,7 @@ print(time.perf_counter() - started)
 
 
 def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
-    """Seconds of lowering, checking and compiling into an empty cache with the runtime, and again with another constant."""
+    """Seconds to lower, check and compile into a cache that has only the runtime, and seconds to repeat this with another constant."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder
@@ -146,7 +147,7 @@ def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
-    """Processor seconds: minimum of several runs."""
+    """CPU seconds of `work`: the minimum of several runs."""
     return min(once(work, time.process_time) for _ in range(repetitions))
 
 

@@ -1,4 +1,4 @@
-"""Matmul program on the CPU target against the same OpenBLAS call made directly, alternating in one process."""
+"""A matmul program on the CPU target, compared with the same OpenBLAS call made directly. Both alternate in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
         program.run(x=x, w=w)
         ratios, gflops = [], []
         for _ in range(7):
-            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU device uses it too, with its own setting
+            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU device sets another number
             started = time.perf_counter()
             _sgemm(x, w, y)
             direct = time.perf_counter() - started

@@ -1,10 +1,10 @@
-"""Decoder MLP blocks with norms for few tokens, against torch: consecutive calls, so that host time counts.
+"""Decoder MLP blocks with norms for few tokens, compared with torch. Calls are consecutive, so host time is included.
 
 Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)) and ends with an all_reduce. Shapes are those of Llama 3: 8B on one GPU,
-and 70B at TP 8 on all GPUs of this machine. Milliseconds per call of the slowest rank: median over series of calls that all ranks start
-together. Random bf16 data. One process per GPU runs all variants alternately on the same arrays. One of our variants uses measured
-algorithms, as torch.compile does. For comparison, a copy reads and writes as many bytes as the weights have: no program can be faster than
-that bandwidth. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` one number of tokens.
+and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays.
+It prints milliseconds per call of the slowest rank: the median over series of calls that all ranks start together. One variant of
+Hostweave uses measured algorithms, as torch.compile does. A lower bound is the time of a copy that reads and writes as many bytes as the
+weights have. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` runs one number of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hostweave.cli.programs import load_file
 
 BLOCKS = 16
 TOKENS = (1, 16, 128)
-ROW = 20  # calls
+ROW = 20  # calls per series
 REPETITIONS = 7
 TOLERANCE = 0.03  # relative to the largest element: variants round to bf16 at different points
 OURS = "captured"
@@ -90,7 +90,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """Series of calls of each variant for every number of tokens. Raises AssertionError if their results differ."""
+    """For every number of tokens, a series of calls of each variant. Raises AssertionError if the results of variants differ."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
                 assert error <= TOLERANCE, f"{name}: {error}"
             single[COPY] = partial(written.copy_, read)
             yield {name: partial(_row, call) for name, call in single.items()}
-        torch.compiler.reset()  # it compiles a function for a few shapes only
+        torch.compiler.reset()  # because it compiles a function for only a few shapes
     for program in programs:
         program.close()
 
@@ -140,7 +140,8 @@ def _row(call: Callable[[], Any]) -> None:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """`block` is compiled once for all blocks, and torch fuses a sum with the following norm as it would in the whole model."""
+    """All blocks by torch. `block` is compiled once, and contains a sum and the following norm, so that torch fuses them as in a whole
+    model."""
     import torch
     import torch.distributed as dist
 

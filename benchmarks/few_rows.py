@@ -1,7 +1,8 @@
 """Matmuls of 1 to 8 rows on one GPU, against a device copy of their weights and against torch in a CUDA graph.
 
-A captured call has several matmuls of one operand with different weights, more than the GPU's cache holds; torch's graph has the
-same. They are timed alternately. The result is the share of a copy's bandwidth. A copy reads and writes; weights are only read.
+A captured call has several matmuls of one operand with different weights, which exceed the GPU's cache. torch's graph has the same
+matmuls. Both are timed alternately. The benchmark prints the memory bandwidth as a fraction of that of a copy, counting both the reads and
+the writes of the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ COLD_BYTES = 512 << 20  # bytes of weights: many times a GPU's cache
 TIMINGS = 15
 WARMUPS = 3
 WAIT = 200_000  # cycles for the host to launch the graph
-SHARE = 0.85  # minimum share of a copy's bandwidth, if the weights have LARGE bytes
+SHARE = 0.85  # smallest allowed fraction of a copy's bandwidth, if the weights have LARGE bytes
 LARGE = 58_000_000
 ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
@@ -87,7 +88,7 @@ def _program(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program
 
 
 def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Microseconds per call, by alternating measurements."""
+    """Microseconds per call, from alternating measurements."""
     import torch
 
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,7 +1,8 @@
-"""All figures of docs/figures.md in one run, and a table of those that have a goal.
+"""Measures all figures of docs/figures.md in one run, and prints a table of the figures that have a goal.
 
-Each part is a benchmark in a separate process with a time limit. Its output is printed immediately. Arguments are names of parts;
-default: all. `goals` runs the parts of the table alone. Needs two GPUs. Exit status: 1 if a part fails.
+Each part is a benchmark that runs in a separate process with a time limit. Its output is printed immediately. Arguments are names of
+parts; default: all. `goals` runs only the parts that measure the figures of the table. Two GPUs are needed. The exit status is 1 if a part
+fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from time import perf_counter
 
 from peers.report import print_machine
 
-SECONDS = 900  # for a part; compiling takes most of it
+SECONDS = 900  # time limit of a part, most of which is compilation
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 PARTS: dict[str, Sequence[str]] = {
@@ -48,7 +49,7 @@ PARTS: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure in the output of a part. `pattern` has one group, the number."""
+    """A figure in the output of a part. `pattern` has one group, which matches the number."""
 
     figure: str
     part: str
@@ -107,7 +108,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> tuple[str, int]:
-    """Runs a benchmark, prints its output, and returns it with the exit status. Ends it after SECONDS."""
+    """Runs a benchmark, prints its output, and returns the output and the exit status. Kills the benchmark after SECONDS."""
     here = Path(__file__).parent
     command = [sys.executable, "-u", *(str(here / word) if word.endswith(".py") else word for word in words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

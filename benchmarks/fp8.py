@@ -1,13 +1,13 @@
-"""Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16. Each line prints ratios.
+"""Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16.
 
 - products: one scaled matmul with the shapes of one rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, compared with
   torch._scaled_mm. Both are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, from quantised weights. Peers are
-  Hostweave in bf16, and torch with _scaled_mm, by torch.compile without and with asynchronous tensor parallelism.
-- decode: 16 MLPs of 8B for few rows, on one GPU, from quantised weights, compared with Hostweave in bf16.
+- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. It is compared
+  with Hostweave in bf16, and torch with _scaled_mm, by torch.compile without and with asynchronous tensor parallelism.
+- decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
-alternately. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
+Data is random. One process per GPU runs all variants alternately. It prints milliseconds of the slowest rank, the median over calls that
+all ranks start together, and ratios. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
-WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count
+WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time
 ROWS = (16, 128, 1024, 2048, 8192)
 # Inner dim and columns: q, k and v; o; gate and up; down.
 SHAPES = {
@@ -60,7 +60,7 @@ def main(names: Sequence[str]) -> None:
 
 @cache
 def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
-    """Scales of `a` in torch's layout for blocks: scales of adjacent rows are contiguous."""
+    """Program of one product. Block scales of `a` have torch's layout: scales of adjacent rows are contiguous."""
     of_a, of_w = ((1, 1), (1, 1)) if scaling == "tensor" else ((1, "M"), (n, 1))
     if isinstance(k, int) and isinstance(n, int):
         of_a, of_w = (k // 128, "M"), (n // 128, k // 128)
@@ -73,7 +73,7 @@ def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """For every shape, kind of scales and number of rows: a call of Hostweave and a call of torch. Raises AssertionError if results
+    """A call of Hostweave and a call of torch for every shape, granularity of scales and number of rows. Raises AssertionError if results
     differ."""
     import torch
 
@@ -92,7 +92,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
             name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
             try:
                 of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
-            except (RuntimeError, ValueError) as error:  # torch has no such product here
+            except (RuntimeError, ValueError) as error:  # this torch or GPU does not support the product
                 print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
                 continue
             _expect_near(ours(), of_torch())
@@ -100,7 +100,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_product(scaling: str, a: Any, w: Any, s: Any, t: Any) -> Callable[[], Any]:
-    """torch's product with scales in its layout: rows of scales for blocks of weights have multiples of 4 elements."""
+    """torch's product, with scales in its layout: for block scales of weights, row strides are multiples of 4 elements."""
     import torch
 
     if scaling == "block":
@@ -118,7 +118,7 @@ def _expect_near(got: Any, wanted: Any) -> None:
 
 
 def layer(ranks: int, rows: int, dtype: str) -> hw.Fusion:
-    """The sequence-parallel MLP, from 8-bit weights with a scale for each row, or in bf16."""
+    """The sequence-parallel MLP with 8-bit weights that have one scale per row, or with weights in bf16."""
     inner, whole = INNER * ranks, hw.bf16 if dtype == BF16 else hw.f8e4m3
     types = {
         "x": hw.bf16[f"{rows}@tp", HIDDEN],
@@ -147,7 +147,7 @@ def layer(ranks: int, rows: int, dtype: str) -> hw.Fusion:
 
 
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
-    """Hostweave in 8-bit floats and in bf16, and torch's variants, for each number of rows."""
+    """Calls of Hostweave in 8-bit floats and in bf16, and of torch's variants, for each number of rows."""
     import torch
 
     group = hw.init()
@@ -169,7 +169,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in _torch_layers().items():
             try:
                 _expect_near_of_8_bits(got, call(x, *narrow, *scales))
-            except RuntimeError as error:  # the same on all ranks
+            except RuntimeError as error:  # all ranks raise the same error
                 print(f"{name} does not run: {str(error).splitlines()[0]}") if rank == 0 else None
                 continue
             calls[name] = partial(call, x, *narrow, *scales)
@@ -179,7 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Ranks of torch quantise by the largest elements of their columns, Hostweave's ranks by the largest elements of whole rows."""
+    """Compares results with a tolerance for different scales: torch quantises by the maximum of a rank's columns, Hostweave by that of the
+    whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 
@@ -218,7 +219,7 @@ def _torch_layers() -> dict[str, Callable[..., Any]]:
 
 
 def decoding(rows: int, dtype: str) -> hw.Fusion:
-    """16 blocks x + mlp(rms_norm(x)) with weights of the same shapes, from 8-bit weights with scales of rows, or in bf16."""
+    """16 blocks x + mlp(rms_norm(x)) with 8-bit weights that have one scale per row, or with weights in bf16."""
     hidden, inner = OF_8B
     whole = hw.bf16 if dtype == BF16 else hw.f8e4m3
     types = {"n": hw.bf16[hidden], "wgu": whole[2 * inner, hidden], "wd": whole[hidden, inner]}

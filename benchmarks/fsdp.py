@@ -1,11 +1,11 @@
-"""Eight layers with weights sharded over all GPUs (FSDP): share of the weight gathers that is hidden behind matmuls.
+"""Eight layers with weights sharded over all GPUs (FSDP): the fraction of the gathers' time that matmuls hide.
 
-Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered for use. The number of rows is chosen so
-that a matmul takes about 1.1 times as long as its gather. Milliseconds of the slowest rank, median over calls that all ranks start
-together. It measures the gathers alone, and the layers with replicated weights. Both together run in sequence, as the compiler chooses, and
-with asynchronous gathers by NCCL kernels and by copy engines. Weights are sharded by rows, by columns, and as in a PyTorch linear layer,
-whose rows are the columns of the matmul. In the last two cases matmuls can process one shard after another. Random bf16 data, one thread
-per GPU.
+Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered before use. The number of rows is
+chosen so that a matmul takes about 1.1 times as long as the gather of its weight. It prints milliseconds of the slowest rank, the median
+over calls that all ranks start together. It measures only the gathers, only the layers with replicated weights, and both together:
+sequentially, as the compiler chooses, and with asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by
+columns, or as in a PyTorch linear layer, whose rows are the columns of the matmul. In the last two cases matmuls can process one shard
+after another. Data is random, in bf16. One thread per GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file
 
-LAYERS, HIDDEN, INNER, ROWS = 8, 4096, 8192, 1408  # rows of one rank
+LAYERS, HIDDEN, INNER, ROWS = 8, 4096, 8192, 1408  # ROWS is per rank
 ROUNDS, REPETITIONS = 3, 5
 
 
@@ -60,7 +60,8 @@ def main() -> None:
 
 
 def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
-    """Layers with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated ones; or the gathers alone."""
+    """Program of the layers, with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated weights. If not
+    `multiplies`, it has only the gathers."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:
@@ -86,7 +87,7 @@ def _shapes() -> dict[str, tuple[int, int]]:
 
 
 def _arrays(ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Input and weights, tensors of PyTorch."""
+    """Input and weights, as tensors of PyTorch."""
     import torch
 
     def random(shape: tuple[int, int]) -> Any:

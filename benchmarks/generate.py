@@ -1,9 +1,9 @@
-"""Decode of Llama 3 8B shapes by `generate`, against transformers' compiled static cache: milliseconds per token.
+"""Milliseconds per token of `generate` at Llama 3 8B shapes, compared with transformers with a compiled decoder and static cache.
 
 `torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on all
-GPUs, with a CUDA graph for each token. The peer is transformers with a static cache and the decoder that it compiles, on one GPU. The time
-of a token is (time of 64 new tokens - time of 16) / 48, so that prompts and compiling do not count. First each variant prints the time of
-its first call; then variants alternate. `--tiny` runs small layers, also on CPUs.
+GPUs, and launches one CUDA graph per token. transformers runs on one GPU, with a static cache and a decoder that torch compiles. The time
+of a token is (time of 64 new tokens - time of 16) / 48, which excludes the prompt and compilation. First the time of each variant's first
+call is printed; then variants alternate. `--tiny` runs small layers, also on CPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hostweave.torch
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), ("o_proj", "down_proj")
 PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
-PROMPT, FEW, MANY = 128, 16, 64  # caches have the same length for these
+PROMPT, FEW, MANY = 128, 16, 64  # FEW and MANY use caches of the same length
 
 
 def llama(is_tiny: bool, layers: int, device: str) -> Any:
@@ -34,12 +34,12 @@ def llama(is_tiny: bool, layers: int, device: str) -> Any:
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
     with torch.device(device):
         module = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    module.generation_config.eos_token_id = None  # all sequences have all tokens
+    module.generation_config.eos_token_id = None  # no sequence ends early
     return module
 
 
 def seconds(generate: Callable[[int], Any], tokens: int) -> float:
-    """Time of a call on this rank, from the common start of all ranks."""
+    """Seconds of a call on this rank, from the common start of all ranks."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if torch.cuda.is_available():
@@ -52,7 +52,7 @@ def seconds(generate: Callable[[int], Any], tokens: int) -> float:
 
 
 def compare(module: Any, ours: Any, batch: int, turns: int, few: int, many: int, says: bool) -> dict[str, list[float]]:
-    """Milliseconds per token of each variant, for each repetition."""
+    """Milliseconds per token of each variant in each repetition."""
     ids = torch.randint(0, module.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(module.device)
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     ways: dict[str, Callable[[int], Any]] = {

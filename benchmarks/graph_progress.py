@@ -1,8 +1,8 @@
-"""Cost of graphs that record their progress (HOSTWEAVE_GRAPH_PROGRESS), for the report of a hang.
+"""Cost of recording progress in CUDA graphs (HOSTWEAVE_GRAPH_PROGRESS), which the report of a hang uses.
 
-Measures a layer of Llama 70B (TP 8 shapes), 16 of its MLP blocks with few tokens, and 16 all-reduces with residual and norm.
-All GPUs of this machine take part. Milliseconds of the slowest rank: median over alternating launches of both graphs, which all ranks start
-together; random bf16 data. Also the host time of a launch, in microseconds.
+Measures a layer of Llama 70B (TP 8 shapes), 16 MLP blocks with few tokens, and 16 all-reduces with residual and norm, on all GPUs of this
+machine. Graphs with and without progress are launched alternately. It prints milliseconds of the slowest rank, the median over launches
+that all ranks start together, and the host time of a launch in microseconds. Data is random, in bf16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host time of calls, measured alternately.
 
-Cases: bound weights against passed ones; on one GPU Llama 8B, replayed and not; calls with varying sizes; and a generated program
-against the same calls written by hand. `host_time.py hand` runs the last case alone.
+Cases: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes; and a
+generated program compared with the same calls written by hand. `host_time.py hand` runs only the last case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(hand_only: bool = False) -> None:
 
 
 def _bound_weights(target: str) -> None:
-    """Call with a single addition, so that its cost is that of its inputs."""
+    """Calls of a program with one addition and many inputs, so that most of the host time is spent on the inputs."""
     weights = {f"w_{i}": hw.f32[16] for i in range(WEIGHTS)}
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32[16], **weights)
@@ -78,9 +78,9 @@ def _bound_weights(target: str) -> None:
 
 
 def _llama() -> None:
-    """A decode step of all layers of Llama 8B.
+    """Times of a decode step of all layers of Llama 8B.
 
-    The baseline is the plain sequence of CUDA, cuBLASLt and cuDNN calls of the generated `run`.
+    The baseline is only the sequence of CUDA, cuBLASLt and cuDNN calls of the generated `run`.
     """
     import torch
 
@@ -110,7 +110,8 @@ def _llama() -> None:
 
 
 def _varying_sizes() -> None:
-    """Calls of a server, each followed by a wait, compared with other calls of that size; also checks that memory does not grow."""
+    """Times of calls with varying sizes, each followed by a wait, as in a server. Each call is compared with other calls of its size. Also
+    checks that memory does not grow."""
     import torch
 
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
@@ -143,7 +144,7 @@ def _varying_sizes() -> None:
     for rows in order[:SERVED_SIZES]:
         model(x[:rows], out=out[:rows])
     gc.collect()
-    gc.freeze()  # like in a server: a garbage collection of all PyTorch objects takes 70 ms
+    gc.freeze()  # a server does this: a garbage collection that visits all PyTorch objects takes 70 ms
     before = torch.cuda.mem_get_info()[0], _resident_bytes()
     serve()
     gc.unfreeze()
@@ -165,7 +166,7 @@ def _resident_bytes() -> int:
 
 
 def _medians(calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], repetitions: int = 200) -> dict[str, float]:
-    """Host microseconds of alternating calls on an idle device."""
+    """Host microseconds of calls that alternate on an idle device."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repetitions):
         for name, call in calls.items():
@@ -193,7 +194,7 @@ def _by_hand_and_generated() -> None:
 
 
 def _by_hand(generated: Any, fusion: Any) -> Any:
-    """The same program with hand-written files instead of the generated ones."""
+    """The same program, built from hand-written files instead of generated files."""
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / generated.name).mkdir()

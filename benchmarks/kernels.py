@@ -1,7 +1,7 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, against a device copy of the same bytes and against torch.compile.
 
-The three are timed alternately, on inputs that exceed the GPU's cache. For many rows the share of a copy's bandwidth matters; the
-time relative to torch.compile matters everywhere. Names of cases are arguments; default: all.
+The three are timed alternately, on inputs that exceed the GPU's cache. Two limits are tested: the time relative to torch.compile and, for
+many rows, the bandwidth relative to the copy. Arguments are names of cases; default: all.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import hostweave as hw
 COLD_BYTES = 256 << 20  # bytes of distinct inputs and outputs: several times a GPU's cache
 CALLS = 20  # calls per measurement
 TIMINGS = 7
-COPY_SHARE = 0.90  # minimum, from MANY_ROWS on
-TORCH_TIMES = 1.02  # maximum
+COPY_SHARE = 0.90  # smallest allowed fraction of a copy's bandwidth, for at least MANY_ROWS rows
+TORCH_TIMES = 1.02  # largest allowed ratio to the time of torch.compile
 MANY_ROWS = 2048
 ROWS = (1, 16, 256, 2048, 8192)
-WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden, of the MLP
+WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden size, inner size of the MLP
 HEAD = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """Function with one text for Hostweave and torch: `ops` is either library."""
+    """A case: a function that takes the library, Hostweave or torch, as `ops`."""
 
     name: str
     compute: Callable[..., Any]
-    inputs: tuple[str, ...]  # shape of each: M rows, widths H and F, N heads of D elements; C is half of D
-    outputs: tuple[str, ...]  # "8" before the shape of 8-bit floats, "f" before one of f32
+    inputs: tuple[str, ...]  # shapes of the inputs: M rows, widths H and F, N heads of D elements; C is half of D
+    outputs: tuple[str, ...]  # shapes of the outputs, with the prefix "8" for 8-bit floats and "f" for f32
 
 
 def _norm(ops: Any, x: Any, weight: Any) -> Any:
@@ -69,12 +69,12 @@ def _quantized_swiglu(ops: Any, gate: Any, up: Any) -> Any:
 
 
 def _quantized_columns(ops: Any, x: Any, scale: Any) -> Any:
-    """Operand for a gradient of weights: the transpose, quantised by the scale of the previous step."""
+    """Operand for the gradient of a weight: the transpose of `x`, quantised with the scale of the previous step."""
     return ops.quantized(x, scale).T
 
 
 def _quantized_both(ops: Any, x: Any, scale: Any) -> Any:
-    """Operands for both gradients of a linear: the quantised values and their transpose."""
+    """Operands for both gradients of a linear layer: the quantised values and their transpose."""
     values = ops.quantized(x, scale)
     return values, values.T
 
@@ -124,7 +124,7 @@ CASES = (
 
 
 class Ours:
-    """Hostweave's functions, and a quantisation with a given scale."""
+    """Functions of Hostweave, and quantisation with a given scale."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(hw, name)
@@ -134,7 +134,7 @@ class Ours:
 
 
 class Torch:
-    """torch's functions under the names in the cases. Norms and softmax are over the last dim."""
+    """Functions of torch under the names that the cases use. Norms and softmax are over the last dim."""
 
     def __init__(self) -> None:
         import torch
@@ -204,7 +204,7 @@ def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
 
 
 def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:
-    """Timed calls by name: several per kind, each on its own buffers. Raises AssertionError if results differ."""
+    """Timed calls by name: several per variant, each on separate buffers. Raises AssertionError if results differ."""
     import torch
 
     def filled(shape: str) -> Any:
@@ -214,7 +214,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
     torch._dynamo.reset()  # otherwise torch silently stops compiling after a few sizes
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    kept: dict[int, Any] = {}  # keeps torch's results, so that its allocator does not return cached memory
+    kept: dict[int, Any] = {}  # keeps torch's results alive, so that its allocator does not return memory that is in the GPU's cache
 
     def ours() -> Callable[[], Any]:
         given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)
@@ -238,7 +238,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     expected = case.compute(Torch(), *given)
     for results in (program(*given, group=group), compiled(*given)):
         for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
-            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # 1/8 is one step of f8e4m3: bf16 before it may round either way
+            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # f8e4m3 has steps of 1/8, and bf16 rounds before it
             one, other = one.float(), other.float()
             torch.testing.assert_close(one, other, rtol=relative, atol=3e-2 * max(1.0, float(other.abs().max())))
     shapes = (*case.inputs, *case.outputs)
@@ -252,9 +252,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
 
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
-    """Microseconds per call on the GPU, by alternating measurements, each on the next buffers.
+    """Microseconds per call on the GPU, from alternating measurements, each on the next buffers.
 
-    The calls of a measurement are enqueued while the GPU waits, so host time does not count.
+    The calls of a measurement are enqueued while the GPU spins, so host time is not included.
     """
     import torch
 

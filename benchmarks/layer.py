@@ -1,11 +1,11 @@
-"""Llama 3 MLP, forward, against torch: eager and torch.compile, with the same NCCL collectives.
+"""Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with the same NCCL collectives.
 
-8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter). Variants: in sequence, with the compiler's choice (puts), and the latter captured; also with the sizes of a rank of TP 8.
-torch.compile also fuses collectives of the sequence-parallel form with matmuls (async TP). Milliseconds of the slowest rank:
-median over calls that all ranks start together; random bf16 data. Gate and up are one weight in both. One process per GPU runs
-all variants alternately on the same arrays. Matmuls run at a GPU's power limit, so later measurements are on a warmer GPU.
-Arguments are names of cases, such as "70B at TP8"; default: all.
+Cases: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
+reduce_scatter), also with the shapes of a rank of TP 8. Variants of Hostweave: sequential, with the loops that the compiler chooses
+(puts), and these loops in a CUDA graph. torch.compile also fuses the collectives of the sequence-parallel MLP with matmuls (async TP).
+Gate and up are one weight in all variants. Data is random, in bf16. One process per GPU runs all variants alternately on the same arrays.
+It prints milliseconds of the slowest rank, the median over calls that all ranks start together. Matmuls reach the GPU's power limit, so
+later measurements are slower. Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
-WAIT = 2_000_000  # cycles before each call: hides host time, as in a model
+WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time, which a model hides too
 TOLERANCE = 0.02  # relative to the largest element: both round sums of thousands of terms to bf16
 
 
@@ -77,7 +77,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each variant and of each baseline for every case. Raises AssertionError if their results differ."""
+    """A call of each variant and of each baseline for every case. Raises AssertionError if results differ."""
     import torch
 
     group = hw.init()
@@ -101,7 +101,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
         if ranks > 1 and case.parallel == "sp":
             peers["torch async TP"] = _async_tp()
         wanted = eager(*arrays)
-        for name, peer in peers.items():  # one row each, because a baseline may take a minute to compile
+        for name, peer in peers.items():  # one row per baseline, because compiling a baseline may take a minute
             row = calls | {name: partial(peer, *arrays)}
             for call in row.values():
                 assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
@@ -112,7 +112,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _async_tp() -> Callable[..., Any]:
-    """Sequence-parallel form, whose collectives torch.compile decomposes to overlap with the matmuls."""
+    """Sequence-parallel MLP whose collectives torch.compile decomposes, so that they overlap with the matmuls."""
     import torch
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

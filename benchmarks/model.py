@@ -1,11 +1,11 @@
-"""Layers of Llama 3 8B with random weights as in `examples/llama.py`, against transformers: prefill, and decode with a full
-cache.
+"""Prefill and decode of layers of Llama 3 8B, as in `examples/llama.py`, compared with transformers.
 
-8 of the 32 layers, and the full vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers uses its static cache,
-torch.compile, and CUDA graphs for decode. Both take the most probable token. The projections of transformers' model are sharded by hand,
-because its own plan supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of steps that the host enqueues one by
-one, so host time counts. Milliseconds of the slowest rank: medians of alternating calls. Each row is printed as soon as it is known.
-`model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side, in less than a minute each.
+The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. It runs on one GPU, and tensor-parallel on two.
+transformers uses a static cache, torch.compile, and CUDA graphs for decode. Both select the most probable token. The projections of
+transformers' model are sharded by this script, because the plan of transformers supports only checkpoints. Prompts have 4096 tokens. A
+decode call is a series of steps that the host enqueues one by one, so host time is included. It prints milliseconds of the slowest rank:
+medians of alternating calls. Each row is printed immediately. `model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and
+one implementation, in less than a minute each.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from checkpoint import Config, frequencies
 LAYERS = 8
 PROMPT = 4096
 ROW = 16  # steps per decode call
-REPETITIONS = 5  # after the same number of warm-ups
-LENGTH = PROMPT + 512  # cache length, more than all calls need
+REPETITIONS = 5  # after as many warm-up calls
+LENGTH = PROMPT + 512  # cache length, enough for all calls
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _calls(sides: Sequence[str], rank: int, ranks: int) -> Iterator[Calls]:
-    """Decode for each batch size, and prefill for the first."""
+    """Calls: decode for each batch size, and prefill for the first batch size."""
     import torch
 
     hw.init()
@@ -122,8 +122,8 @@ def _transformers(c: Config, rank: int, ranks: int) -> Any:
 
 
 def _shard(model: Any, rank: int, ranks: int) -> None:
-    """Shards its projections: projections to heads, inner dim and vocabulary by output columns; projections back by rows, with a
-    reduction."""
+    """Shards the projections of a model. Projections to heads, inner dim and vocabulary are sharded by output columns. Projections back to
+    the hidden dim are sharded by rows and followed by an all-reduce."""
     import torch
     from torch.distributed import group
     from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
@@ -151,7 +151,7 @@ def _cache(model: Any) -> Any:
 
 
 def _prefills(model: Any, prompts: Any) -> Calls:
-    """Prefill of the prompts: eager, and compiled."""
+    """Calls for the prefill of the prompts: eager, and compiled."""
     import torch
 
     cache = _cache(model)

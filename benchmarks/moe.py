@@ -1,14 +1,14 @@
-"""Mixtures of experts: grouped products, dispatch and combine, and a layer, compared with torch. Each line prints ratios.
+"""Mixtures of experts: grouped products, dispatch and combine, and a layer, compared with torch.
 
-- products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens each, even and skewed routing,
-  on one GPU, compared with torch._grouped_mm.
-- dispatch: 128 and 4096 tokens a GPU of 7168 elements, top 8 of 64 experts, to the ranks of their experts and back, on all GPUs. Peers are
-torch's all_to_all_single, for which the host knows all counts in advance, and a copy engine that sends a row for each token and expert.
-Hostweave sends a token once to each rank, and returns a sum in f32.
-- layer: a Mixtral layer of 8B shapes, forward and backward, on one GPU, compared with torch with _grouped_mm, eager and compiled.
+- products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens per expert, even and skewed
+  routing, on one GPU, compared with torch._grouped_mm.
+- dispatch: 128 and 4096 tokens per GPU of 7168 elements, sent to the ranks of 8 of 64 experts and back, on all GPUs. Hostweave sends a
+  token once to each rank, and returns a sum in f32. It is compared with torch's all_to_all_single, for which the host knows all counts in
+  advance, and with a copy engine that sends a row for each token and expert.
+- layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
 
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random data. One process per GPU runs all variants
-alternately. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
+Data is random. One process per GPU runs all variants alternately. It prints milliseconds of the slowest rank, the median over calls that
+all ranks start together, and ratios. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.machine import H200
 
 REPETITIONS = 15
-WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count
-SHAPES = {8: (4096, 14336), 64: (7168, 2048), 128: (2048, 1536)}  # experts: inner dim and columns, of Mixtral, DeepSeek-V3 and Qwen3-MoE
+WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time
+SHAPES = {8: (4096, 14336), 64: (7168, 2048), 128: (2048, 1536)}  # by number of experts; Mixtral, DeepSeek-V3, Qwen3-MoE
 TOKENS = (16, 128, 1024, 4096)  # tokens per expert
 MOST_ROWS = 131072
 HIDDEN, EXPERTS, CHOICES = 7168, 64, 8  # sizes for dispatch
@@ -76,8 +76,7 @@ def _product(experts: int, k: int, n: int, is_gradient: bool) -> hw.Program:
 
 
 def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
-    """Ends of groups with `tokens` rows on average. With skew, the number of rows falls with the rank of the expert, like frequencies of
-    words."""
+    """Ends of groups with `tokens` rows on average. If skewed, the numbers of rows follow Zipf's law."""
     import torch
 
     shares = 1 / torch.arange(1, experts + 1) if is_skewed else torch.ones(experts)
@@ -86,7 +85,7 @@ def _ends(experts: int, tokens: int, is_skewed: bool) -> Any:
 
 
 def _products(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of Hostweave and a call of torch for each case. Raises AssertionError where results differ."""
+    """A call of Hostweave and a call of torch for each case. Raises AssertionError if results differ."""
     import torch
 
     group = hw.init()
@@ -126,9 +125,10 @@ def _through(ranks: int) -> Fusion:
 
 
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
-    """Rows go to the ranks of their experts and back, without products.
+    """Calls that send rows to the ranks of their experts and back, without products.
 
-    Each number of tokens has a program that states it, so that the cost model weighs copy engines against NCCL.
+    There is one program for each number of tokens, which states the number, so that the cost model can choose between copy engines and
+    NCCL.
     """
     import torch
 
@@ -141,7 +141,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
         weights = torch.rand(tokens, CHOICES, device="cuda")
         ours, of_torch = program.capture(x, ids, weights, group=group), _torch_dispatch(x, ids, weights, ranks)
         _expect_near(ours(), of_torch())
-        sent = tokens * CHOICES * (ranks - 1) // ranks * HIDDEN * 2  # bytes that leave a GPU, each way
+        sent = tokens * CHOICES * (ranks - 1) // ranks * HIDDEN * 2  # bytes that leave a GPU in each direction
         if rank == 0:
             print(f"{tokens} tokens: {sent / 1e6:.1f} MB each way, by a copy engine {2e3 * H200.link('put', ranks).seconds(sent):.3f} ms")
         yield {f"{tokens} tokens of {HIDDEN}, top {CHOICES} of {EXPERTS}, {ranks} GPUs": ours, "torch all_to_all, known counts": of_torch}
@@ -149,7 +149,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
-    """Sorted rows by all_to_all_single and back. The host knows the counts in advance."""
+    """Sends sorted rows by all_to_all_single, and back. The host knows the counts in advance."""
     import torch
     import torch.distributed as dist
 
@@ -181,7 +181,7 @@ def _layer(name: str, **options: Any) -> hw.Program:
 
 
 def _layers(rank: int, ranks: int) -> Iterator[Calls]:
-    """The layer of examples/moe.py with its gradients, and torch's with _grouped_mm and autograd."""
+    """Calls of the layer of examples/moe.py with its gradients, and of the same layer in torch with _grouped_mm and autograd."""
     import torch
 
     group = hw.init()

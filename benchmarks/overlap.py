@@ -1,15 +1,21 @@
-"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, against torch and
-hand-written code.
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, compared with torch and hand-written code.
 
-Milliseconds of the slowest rank: median over calls that all ranks start together, after a kernel that spins. For each case, first our
-choice is compared with the best hand-written pipeline of puts or pulls (`handwritten/put_pipelines.cu`; needs nvcc and NCCL 2.32). This
-includes pulls that wait for a signal of the peer. Each alternative of the cost model follows, measured and predicted. Then come the matmul
-alone, the communication alone, torch in sequence, and torch's fused operators. torch in sequence also runs with NCCL's collectives on
-registered windows, and for all-gathers with NCCL's copy engines (zero CTAs). Last come our program in a CUDA graph, and our program with
-the gathered tensor in a window, as in the hand-written code. These two and torch use one process per GPU, all others one thread per GPU.
-Random bf16 data. Arguments are names of cases; default: all. `nccl=FOLDER` names an NCCL 2.32 for the hand-written code alone, in lib and
-include, if the installed one is older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package
-nvidia-cublasmp-cu13, FOLDER is site-packages/nvidia/cublasmp/cu13.
+It prints milliseconds of the slowest rank: the median over calls that all ranks start together, after a kernel that spins. For each case
+it prints, in this order:
+
+- the loop that the compiler chooses, compared with the fastest hand-written pipeline of puts or gets
+  (`handwritten/put_pipelines.cu`, which needs nvcc and NCCL 2.32);
+- hand-written gets that wait for a signal of the peer;
+- each alternative of the cost model, measured and predicted;
+- only the matmul, and only the communication;
+- sequential torch, also with NCCL's collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs);
+- torch's fused operators;
+- Hostweave in a CUDA graph, and Hostweave with the gathered tensor in a window, as in the hand-written code.
+
+torch and the last two variants use one process per GPU, all others one thread per GPU. Data is random, in bf16. Arguments are names of
+cases; default: all. `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code, if the installed version is older.
+`cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is
+site-packages/nvidia/cublasmp/cu13.
 """
 
 from __future__ import annotations
@@ -35,9 +41,9 @@ from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
-ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
-WAIT = 2_000_000  # cycles before each call of torch, to hide its host time, as for Hostweave's calls
-SMALL = 512  # rows; no hand-written code below
+ROUNDS, REPETITIONS = 3, 5  # in each round the variants of a case run one after another
+WAIT = 2_000_000  # cycles that a kernel spins before each call of torch, to hide host time, as for Hostweave's calls
+SMALL = 512  # rows, below which there is no hand-written code
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 NCCL, CUBLASMP = "nccl=", "cublasmp="
 IN_TORCH = "torch in sequence"
@@ -46,7 +52,7 @@ WINDOWS, COPY_ENGINES = f"{IN_TORCH}, NCCL's windows", f"{IN_TORCH}, NCCL's copy
 
 @dataclass(frozen=True)
 class Case:
-    """M x K x N of one rank, with M after the gather or before the scatter."""
+    """Sizes M x K x N of one rank. M is the number of rows after the gather or before the scatter."""
 
     name: str
     kind: str  # ag or rs
@@ -120,7 +126,7 @@ def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice:
 
 
 def _ways(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
-    """All alternatives, with the chosen one first."""
+    """Programs of all alternatives, with the compiler's choice first."""
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
     stated = {
@@ -144,7 +150,7 @@ def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
 
 @cache
 def _stated(kind: str, ranks: int, algorithm: str, chunks: int, **options: Any) -> hw.Program:
-    """Program with one stated alternative for all sizes. Cases share it, so each alternative is built once."""
+    """Program with the given algorithm and chunks, for all sizes. Cases share these programs, so each one is built once."""
     return _compiled(kind, ranks, algorithm, chunks, overlap="off", **options)
 
 
@@ -166,7 +172,7 @@ def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int =
 
 
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[list[float], float]]:
-    """Milliseconds of each call, and the median of host microseconds."""
+    """Milliseconds of each call, and the median of the host microseconds."""
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
     hosts = dict[str, list[float]]()
     for _ in range(ROUNDS):
@@ -193,7 +199,8 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
-    """Hand-written executable and its environment, with the `given` NCCL; None if it cannot be built here or lacks this case."""
+    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment, or None if it cannot be built here
+    or lacks all cases."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
@@ -241,7 +248,7 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
-    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL's copy engines need another stream than the default: it cannot run batches of copies
+    torch.cuda.set_stream(torch.cuda.Stream())  # not the default stream, which cannot run the batched copies of NCCL's copy engines
     memory = _registered(cases, ranks)
     for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M
@@ -268,7 +275,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
             calls["captured"] = program.capture(shared, w, group=group)
         yield _alone(case.kind, x, w, whole, y) | calls
         program.close()
-    for backend, pool in _POOLS:  # NCCL aborts if a communicator ends before its memory
+    for backend, pool in _POOLS:  # NCCL aborts if a communicator is destroyed before its memory is deregistered
         backend.deregister_mem_pool(pool)
 
 
@@ -297,8 +304,8 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """The ways to run NCCL's collectives in torch, by name. Each has a process group, and memory that is registered with it as a window.
-    The memory fits the tensors of every case."""
+    """Modes of NCCL's collectives in torch, by name. Each has a process group, and memory that is registered with this group as a window.
+    The memory is large enough for the tensors of every case."""
     import torch
     import torch.distributed as dist
 
@@ -326,11 +333,11 @@ def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-_POOLS: list[tuple[Any, Any]] = []  # registered memory, each with the backend that knows it
+_POOLS: list[tuple[Any, Any]] = []  # registered memory, each with the backend that it is registered with
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:
-    """Adjacent tensors of these shapes in one buffer."""
+    """Tensors of these shapes, one after another in one buffer."""
     found, at = [], 0
     for shape in shapes:
         found.append(memory[at : at + shape.numel()].view(shape))

@@ -1,9 +1,9 @@
-"""Compares predicted with measured times on two GPUs: gathers, sums, sharded weights, a layer, and decoding.
+"""Compares predicted with measured times on two GPUs: gathers and reduce-scatters with matmuls, sharded weights, a layer, and decoding.
 
-The cost model predicts with the package's figures of H100 and H200, before anything is measured: `predictions.py predict` writes
-predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe` run
-as the cost model chooses, and each line has the error. Milliseconds of the slowest rank, the
-median over calls that all ranks start together, random data. Names of parts are arguments; default: all.
+`predictions.py predict` writes predicted.json, without a GPU, from the figures of H100 and H200 that come with the package. On two GPUs it
+runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe` as the cost model chooses, and prints the
+error of each prediction. Times are milliseconds of the slowest rank: the median over calls that all ranks start together, with random
+data. Arguments are names of parts; default: all.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def main(words: Sequence[str]) -> None:
 
 
 def _predictions(rows: Iterator[Row], machine: Machine) -> dict[str, float]:
-    """Milliseconds of each row."""
+    """Predicted milliseconds of each row."""
     return {row: round(make(machine).predict(sizes, machine=machine).predicted.micros / 1e3, 4) for row, make, sizes in rows}
 
 
 def _measured(program: hw.Program, sizes: Sizes) -> float:
-    """Milliseconds of a call on random arrays."""
+    """Measured milliseconds of a call on random arrays."""
     import torch
 
     def random(value: Any) -> Any:
         shape, dtype = [size.bind(sizes) for size in value.type.shape], value.type.dtype
-        if dtype is hw.i64:  # experts of each token
+        if dtype is hw.i64:  # indices of each token's experts
             return torch.rand(*shape[:-1], moe.EXPERTS, device="cuda:0").argsort(-1)[..., : shape[-1]].contiguous()
         return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(dtype)]))
 

@@ -1,11 +1,12 @@
-"""Llama 3 70B layer with the sizes of a rank of 8, forward, sequence-parallel on all GPUs of this machine, against torch.
+"""Forward pass of a sequence-parallel Llama 3 70B layer at the shapes of a rank of 8, on all GPUs of this machine, compared with torch.
 
-Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. Our program and torch's have one weight for q, k and v, and one for gate
-and up. torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. Milliseconds of the slowest
-rank: median over alternating calls that all ranks start together, on the same arrays. First prints the memory that our program plans for
-32,768 tokens.
+The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants q, k and v have one weight, and gate
+and up have one weight. torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. First it
+prints the memory that Hostweave plans for 32,768 tokens. Then it prints milliseconds of the slowest rank: the median over alternating
+calls that all ranks start together, on the same arrays.
 
-`sequence_parallel.py profile FILE.json` writes what torch.profiler sees of one call of each on rank 0, for the picture in the README.
+`sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0, for the
+picture in the README.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from hostweave.build.cuda import gpus
 from hostweave.cli.memory_plan import MemoryPlan, memory_plan
 from hostweave.pipeline import lower
 
-HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # per rank; its heads form one group
+HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # per rank; all heads of queries of a rank share one head of keys
 GOALS = {8192: 1.25, 2048: 1.2}  # speedup over torch's best, by tokens
 LONG = 32768  # tokens for the memory plan
 REPETITIONS = 15
-WAIT = 4_000_000  # cycles before each call: hides host time, as in a model
+WAIT = 4_000_000  # cycles that a kernel spins before each call, to hide host time, which a model hides too
 TOLERANCE = 0.03  # relative to the largest element: both round sums of thousands of terms to bf16
 
 Calls = dict[str, Callable[[], Any]]
@@ -75,7 +76,7 @@ def layer(x: Any, wqkv: Any, wo: Any, wgu: Any, wd: Any, n1: Any, n2: Any, cos: 
 
 
 def _attended(qkv: Any, cos: Any, sin: Any) -> Any:
-    """Attention on [S, B, groups, heads and the group's key and value, HEAD]."""
+    """Attention. `qkv` is [S, B, groups, HEADS + 2, HEAD]: the heads of queries, and the key and the value of a group."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     rotated, groups = hw.rotary_embedding(by_group[:, :, : HEADS + 1], cos, sin), qkv.shape[2]
     q = hw.reshape(rotated[:, :, :HEADS], "B", groups * HEADS, "S", HEAD)
@@ -85,7 +86,7 @@ def _attended(qkv: Any, cos: Any, sin: Any) -> Any:
 
 
 def _multiplied(x: Any, weights: Any) -> Any:
-    """Matmul by weights of [E, blocks, parts of a block, columns of a part]."""
+    """Matmul with weights of [E, blocks, parts of a block, columns of a part]."""
     blocks, parts, columns = weights.shape[1:]
     y = hw.matmul(x, hw.reshape(weights, "E", blocks * parts * columns))
     return hw.reshape(y, "S", "B", blocks, parts, columns)
@@ -101,7 +102,7 @@ def sizes_of(tokens: int) -> dict[str, int]:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each variant. Raises AssertionError if their results differ."""
+    """A call of each variant. Raises AssertionError if results differ."""
     import torch
 
     group = hw.init()
@@ -145,7 +146,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
-    """Writes the kernels and copies of one call of each variant: stream, name, begin and end in microseconds."""
+    """Writes the stream, name, begin and end of the kernels and copies of one call of each variant, in microseconds."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -174,7 +175,7 @@ def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:
-    """Layer with collectives before and after matmuls, or fused with them."""
+    """The layer in torch, with collectives before and after matmuls, or fused with them."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as collectives

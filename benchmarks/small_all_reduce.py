@@ -3,9 +3,10 @@
 The peers in torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
 residual and norm; it runs if flashinfer-python is installed, which compiles it at its first use.
 
-16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
-of the slowest rank: median of calls that all ranks start together after a kernel that spins, each variant in a CUDA graph; seeded random
-bf16 data. One process per GPU runs all variants alternately on the same arrays. `small_all_reduce.py 16` measures one number of rows.
+A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a
+CUDA graph. Data is random with a fixed seed, in bf16. One process per GPU runs all variants alternately on the same arrays. It prints
+microseconds per step of the slowest rank: the median over calls that all ranks start together after a kernel that spins.
+`small_all_reduce.py 16` measures one number of rows.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ STEPS = 16
 WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
-SPIN = 1_000_000  # cycles for the host to enqueue
-# Root mean square of an error, relative to that of the result. Two variants differ at each step by at most four roundings to bf16, whose
-# relative errors are independent and at most 2**-8, so 2**-8 / sqrt(3) on average. Measured errors are 0.010 to 0.016. If one rank's term
-# of one step is missing, they are 0.079 and more. The largest error of an element is no measure: it depends on the data.
+SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
+# Limit of the root mean square of the error, relative to that of the result. At each step two variants differ by at most four roundings to
+# bf16. Their relative errors are independent and at most 2**-8, with a root mean square of 2**-8 / sqrt(3). Measured errors are 0.010 to
+# 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest error of an element is not used, because it
+# depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
@@ -66,7 +68,7 @@ def _program(ranks: int, transport: str) -> hw.Program:
 
 
 def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """Steps in each variant for every number of rows. Raises AssertionError if results differ."""
+    """A call of each variant for every number of rows. Raises AssertionError if results differ."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +111,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
 
 
 def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """The same with an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that memory."""
+    """Calls with an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that memory."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory

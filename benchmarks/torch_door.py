@@ -1,12 +1,14 @@
-"""A PyTorch module, by `hostweave.torch.compile` and by torch's parallelize_module and torch.compile, with one sharding plan.
+"""Compares `hostweave.torch.compile` with torch's parallelize_module and torch.compile, for one module and sharding plan.
 
-4 decoder layers of Llama 70B with the sizes of a rank of 8, sequence-parallel on all GPUs of this machine, with 4096 tokens.
-It measures the forward pass, and forward and backward pass with gradients of parameters and input. Milliseconds of the slowest
-rank: median over calls that all ranks start together; random bf16 data. One process per GPU runs all variants alternately.
-torch.compile is applied per layer, as in training frameworks, without and with async tensor parallelism. Also measured are the
-host time of a captured forward pass, and the time to compile 32 layers from cold. `python benchmarks/torch_door.py forward`
-measures only forward passes, `... backward` forward and backward passes, `... host` the host time (also on one GPU), `...
-compile` the compile time.
+The module has 4 decoder layers of Llama 70B with the sizes of a rank of 8. It is sequence-parallel on all GPUs of this machine, with
+4096 tokens. torch.compile is applied to each layer, as in training frameworks, without and with async tensor parallelism. Data is random,
+in bf16. One process per GPU runs all variants alternately. Times are milliseconds of the slowest rank: the median over calls that all
+ranks start together. Arguments select the measurements; default: all.
+
+- `forward`: the forward pass;
+- `backward`: forward and backward pass, with gradients of parameters and input;
+- `host`: the host time of a captured forward pass, also on one GPU;
+- `compile`: the time to compile 32 layers with an empty cache.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class Llama(nn.Module):
 
 
 def plan(layers: int) -> dict[str, Any]:
-    """torch's plan of the layers, with the shardings of inputs and outputs of each."""
+    """torch's sharding plan of the layers, with the shardings of the inputs and outputs of each layer."""
     between = {"x": "-, tp, -"} | {f"layers.{number}": "-, tp, -" for number in range(layers)}
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
@@ -133,7 +135,7 @@ def main(what: str = "forward, backward, host and compile") -> None:
 
 
 def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights, equal on all ranks, scaled so that the outputs of layers stay near 1."""
+    """Random weights, the same on all ranks, scaled so that the outputs of all layers are near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,8 +185,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     """Host time of a forward pass while the GPU is busy.
 
-    Captured: consecutive launches, and the first launch after a wait, when its data are out of the CPU caches. Not captured: few
-    enough calls that the queue does not fill. It also measures torch's capture of torch.compile, and of one addition.
+    If captured, it measures consecutive launches, and the first launch after a wait, in which the CPU caches lose the data. If not
+    captured, it measures so few calls that the queue does not fill. It also measures graphs that torch captures: of the module by
+    torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -215,7 +218,7 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
 
 
 def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
-    """Microseconds of each call, after a kernel that blocks the GPU until all are enqueued."""
+    """Host microseconds of each call. A kernel blocks the GPU until all calls are enqueued."""
     torch.cuda.synchronize()
     torch.cuda._sleep(40_000_000)
     times = [time.perf_counter()]
@@ -226,7 +229,7 @@ def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Calls of one module with DTensor parameters: gradients of all parameters and of the input."""
+    """Calls that compute gradients of all parameters and of the input. All use one module with DTensor parameters."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input().requires_grad_()
     local, tangent = (t.detach().chunk(ranks, 1)[rank].contiguous() for t in (x, x.flip(1)))
@@ -292,7 +295,7 @@ def _say(rank: int, line: str) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The same parameters, expanded from single elements."""
+    """The model with parameters that are expanded from single elements, and so take no memory."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))
@@ -300,9 +303,9 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Compile time from cold: only runtime libraries, which an installation builds once, are cached.
+    """Compile time with a cache that has only the runtime libraries, which an installation builds once.
 
-    Hostweave compiles for 8 ranks; torch.compile's is one rank's part, without communication.
+    Hostweave compiles for 8 ranks. torch.compile compiles the part of one rank, without communication.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
@@ -332,7 +335,7 @@ def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
 
 
 def _compiled_by_torch(layers: int, training: bool) -> float:
-    """Seconds of the first call and its backward pass."""
+    """Seconds of the first call, and of its backward pass if `training`."""
     torch._dynamo.reset()
     with torch.device("cuda"):
         alone = _weights(Llama(layers, 1).to(torch.bfloat16)).train(training)
@@ -348,7 +351,7 @@ def _compiled_by_torch(layers: int, training: bool) -> float:
 
 
 def _with_tables(model: nn.Module, ranks: int) -> None:
-    """Constants of a model that was made without memory."""
+    """The model with its constants, for a model that was created without memory."""
     tables = Attention(1, 1, 1, HEAD, TOKENS)
     for layer in model.layers:  # type: ignore[union-attr]
         layer.attention.cos, layer.attention.sin = tables.cos, tables.sin

@@ -1,9 +1,9 @@
-"""Training on one GPU: hostweave.torch against torch, eager and torch.compile.
+"""Training on one GPU with hostweave.torch, compared with torch, eager and torch.compile.
 
-`python benchmarks/torch_training.py` times the forward and backward pass of 2 Llama layers with a loss, of 4096 tokens, at the shapes of a
-rank of Llama 70B at TP 8. `--model gpt2` is GPT-2 medium with 4 sequences of 1024 tokens. `--step` times a whole step of AdamW: one program
-of Hostweave, against PyTorch's fused AdamW after the backward pass. Variants alternate in one process, each on a copy of the module with
-random bf16 weights. A time is the GPU time of the work that a call enqueues. `--tiny` runs small sizes, also on CPUs.
+`python benchmarks/torch_training.py` times the forward and backward pass of 2 Llama layers with a loss, for 4096 tokens, at the shapes of
+a rank of Llama 70B at TP 8. `--model gpt2` uses GPT-2 medium with 4 sequences of 1024 tokens. `--step` times a whole step of AdamW: one
+program of Hostweave, compared with PyTorch's backward pass and fused AdamW. Variants alternate in one process, each on a copy of the
+module with random bf16 weights. Times are GPU times. `--tiny` runs small sizes, also on CPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def llama(layers: int, is_tiny: bool) -> Any:
 
 
 def gpt2(layers: int, is_tiny: bool) -> Any:
-    """Dropout is off, because no two variants draw the same numbers."""
+    """GPT-2 without dropout, because the variants would draw different random numbers."""
     sizes = {"n_embd": 64, "n_head": 4, "vocab_size": 1024} if is_tiny else {"n_embd": 1024, "n_head": 16}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_positions=1024, use_cache=False, **sizes, **off))
@@ -47,8 +47,8 @@ MODELS = {"llama": (llama, 2, (1, 4096)), "gpt2": (gpt2, 24, (4, 1024))}
 
 
 def ways(module: nn.Module, inputs: dict[str, Any], whole: bool) -> dict[str, Callable[[], Way]]:
-    """Makers of the variants, by name. Each returns a call, and the module that it trains. The call computes a loss and the gradients, or a
-    whole step."""
+    """Functions that create the variants, by name. Each returns a call, and the module that the call trains. A call computes a loss and
+    the gradients, or a whole step."""
 
     def hostweave_() -> Way:
         own = copy.deepcopy(module)

@@ -1,6 +1,6 @@
-"""Matmuls with measured algorithms, `Options(tune=True)`, against cuBLASLt's first recommendation: on one GPU, alternating.
+"""Matmuls with tuned algorithms, `Options(tune=True)`, compared with cuBLASLt's first recommendation, alternately on one GPU.
 
-A call has several matmuls of one operand with different weights, more than the GPU's cache holds, like the layers of a model.
+A call has several matmuls of one operand with different weights, which exceed the GPU's cache, like the layers of a model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Forward pass of ViT-L on one GPU, against eager PyTorch and torch.compile.
+"""Forward pass of ViT-L on one GPU, compared with eager PyTorch and torch.compile.
 
-`python benchmarks/vit.py` runs transformers' ViT of 24 layers, 1,024 features and patches of 16 x 16 on 32 images of 224 x 224,
-with random bf16 weights. First each variant prints its compile time. Then variants alternate; a time is the time of 10 consecutive
-launches. `--layers` and `--batch` change the sizes. All are in CUDA graphs. Eager PyTorch also runs without one: transformers makes a mask
-for attention while torch captures or compiles, and PyTorch's attention with a mask is slower.
+`python benchmarks/vit.py` runs transformers' ViT of 24 layers, 1,024 features and patches of 16 x 16 on 32 images of 224 x 224, with
+random bf16 weights. First it prints the compile time of each variant. Then variants alternate; each time is that of 10 consecutive
+launches. `--layers` and `--batch` change the sizes. All variants are CUDA graphs. Eager PyTorch also runs without a graph, because
+transformers makes an attention mask while torch captures or compiles, and PyTorch's attention is slower with a mask.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. It times three kinds of step: one that only meets the
-// peer, one that also sends its rows, and one that also adds. Sixteen dependent steps are a CUDA graph, launched four times.
+// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. It times three kinds of steps: the first only
+// synchronizes with the peer, the second also sends rows, and the third also adds them. A CUDA graph of sixteen dependent steps
+// is launched four times.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
 // Run     ./exchange_bound (on two GPUs with peer access).
@@ -28,11 +29,11 @@ enum Kind { nothing, meet, send, add };
 constexpr const char* kNames[] = {"an empty kernel", "flags", "flags and transfer", "flags, transfer and sum"};
 
 struct Step {
-  const uint4 *term, *x;    // own term and residual
-  uint4 *landing, *theirs;  // where terms of the peer land, and its landing memory: two halves that take turns
+  const uint4 *term, *x;    // term of this GPU, and residual
+  uint4 *landing, *theirs;  // landing buffers of this GPU and of the peer: two halves, used alternately
   uint4* y;                 // result
-  unsigned *flags, *peers;  // own flags, which the peer raises, and those of the peer: one per block
-  unsigned* step;           // number of steps done, per block
+  unsigned *flags, *peers;  // flags of this GPU, which the peer sets, and flags of the peer: one per block
+  unsigned* step;           // number of finished steps of each block
   int vectors, half;
 };
 
@@ -90,7 +91,7 @@ void measure(Gpu (&gpus)[2], int rows, int blocks) {
   for (int i = 0; i < kMeasurements; ++i) {
     for (int r = 0; r < 2; ++r) {
       CHECK(cudaSetDevice(r));
-      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // so that both GPUs have begun
+      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // warm-up: afterwards both GPUs have started
       CHECK(cudaEventRecord(gpus[r].begin, gpus[r].stream));
       for (int k = 0; k < kLaunches; ++k) CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));
       CHECK(cudaEventRecord(gpus[r].end, gpus[r].stream));

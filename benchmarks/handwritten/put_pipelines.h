@@ -20,7 +20,7 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, in
 
 [[noreturn]] void fail(const char* what, const char* why) {
   std::fprintf(stderr, "put_pipelines: %s: %s\n", what, why);
-  std::_Exit(2);  // exit the process: the other ranks would wait forever
+  std::_Exit(2);  // ends the process, because the other ranks would wait forever
 }
 #define CHECK_CUDA(call)                       \
   do {                                         \
@@ -43,7 +43,7 @@ using Call = std::function<void()>;  // enqueues the measured work, forked from 
 constexpr size_t KiB = 1 << 10, MiB = 1 << 20, kLargestShard = 256 * MiB, kBlasWorkspace = 32 * MiB;
 constexpr int kWarmups = 3, kRepetitions = 15, kCallsInARow = 20, kSignals = 64, kCreditSignal = 63;
 constexpr int kBlocks = 1056,
-              kThreads = 256;  // for the kernels below: the maximum number of resident threads on 132 multiprocessors
+              kThreads = 256;  // blocks and threads of the kernels below: as many threads as 132 multiprocessors can run
 constexpr long long kSpinCycles = 4'000'000;  // about 2 ms, longer than the host needs to enqueue a call on 8 GPUs
 constexpr double kTolerance = 0.02;           // relative to the largest value: a few roundings to bf16
 
@@ -56,7 +56,7 @@ __global__ void spin(long long cycles) {
   }
 }
 
-// Random values in [-0.5, 0.5), because matmuls of zeros draw less power and run faster.
+// Random values in [-0.5, 0.5). Matmuls of zeros need less power and run faster.
 __global__ void fill(bf16* data, size_t count, unsigned seed) {
   for (size_t i = first(); i < count; i += step()) {
     const unsigned hash = (unsigned(i) + seed * 0x9e3779b9u) * 2654435761u, mixed = (hash ^ hash >> 15) * 2246822519u;
@@ -64,7 +64,7 @@ __global__ void fill(bf16* data, size_t count, unsigned seed) {
   }
 }
 
-// y += sum of `blocks` landed blocks, `stride` elements apart. The count is a multiple of 8.
+// y += sum of `blocks` received blocks, which are `stride` elements apart. The count is a multiple of 8.
 __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t stride, size_t count) {
   struct alignas(16) Pack {
     __nv_bfloat162 of[4];
@@ -79,7 +79,7 @@ __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t strid
   }
 }
 
-// max |a - b| and max |b| as bits of floats, which have the same order as the numbers, with NaN largest.
+// max |a - b| and max |b|, as bits of floats. The bits have the same order as the numbers, and NaN is the largest.
 __global__ void compare(const bf16* a, const bf16* b, size_t count, unsigned* largest) {
   unsigned difference = 0, magnitude = 0;
   for (size_t i = first(); i < count; i += step()) {
@@ -98,16 +98,16 @@ struct Lane {
 
 struct Gpu {  // one rank
   int rank, ranks;
-  std::vector<std::string> wanted;  // sections and cases; none: all
+  std::vector<std::string> wanted;  // sections and cases to run; if empty, all
   ncclComm_t comm;
   Lane lanes[2];
-  cudaStream_t main, transfers;  // main: value of the first lane
+  cudaStream_t main, transfers;  // main: stream of the first compute stream
   cudaEvent_t begin, end, link;
-  bf16 *plain, *window;  // memory, laid out by each case; the window has the same layout on all ranks
+  bf16 *plain, *window;  // memory, whose layout each case defines; the window has the same layout on all ranks
   ncclWindow_t handle;
   std::vector<bf16*> window_of;  // address of each rank's window on this GPU
   void* numbers;                 // for all-reduces of a few numbers
-  bool wrong;                    // some variant failed its check
+  bool wrong;                    // true if the results of a variant were wrong
 
   int ahead(int distance) const { return (rank + distance) % ranks; }
   int behind(int distance) const { return (rank + ranks - distance) % ranks; }
@@ -146,7 +146,7 @@ void open_memory(Gpu& gpu) {
 }
 
 // ------------------------------------------------------------------------------------------- building blocks of calls
-// Later work on `later` waits for current work on `earlier`.
+// Work that is enqueued on `later` from now on waits for the work that is now on `earlier`.
 void order(Gpu& gpu, cudaStream_t earlier, cudaStream_t later) {
   CHECK_CUDA(cudaEventRecord(gpu.link, earlier));
   CHECK_CUDA(cudaStreamWaitEvent(later, gpu.link));
@@ -177,8 +177,8 @@ void all_gather(Gpu& gpu, const bf16* shard, bf16* all, size_t count) {
 bf16* on_peer(const Gpu& gpu, int peer, const bf16* block) { return gpu.window_of[peer] + (block - gpu.window); }
 int signal_number(int distance, int piece = 0) { return distance * 8 + piece; }
 
-// Writes to the peer's copy of `to`, then raises the signal there; both buffers are in the window. Only one stream of a
-// rank may put or signal at a time: NCCL stages signal values in memory that all streams share.
+// Writes to the peer's copy of `to`, then sends the signal to the peer; both buffers are in the window. Only one stream of a rank
+// may put or signal at a time: NCCL stages signal values in memory that all streams share.
 void put(Gpu& gpu, const bf16* from, size_t count, int peer, const bf16* to, int signal, cudaStream_t stream) {
   const size_t offset = (to - gpu.window) * sizeof(bf16);
   CHECK_NCCL(ncclPutSignal(from, count, ncclBfloat16, peer, gpu.handle, offset, signal, 0, 0, gpu.comm, stream));
@@ -193,8 +193,8 @@ void await(Gpu& gpu, int peer, int signal, cudaStream_t stream) {
 struct Case {
   const char* section;
   std::string name;
-  double bytes, flops;                                 // per call; 0: not reported
-  const bf16 *result = nullptr, *expected = nullptr;   // no result: nothing to check
+  double bytes, flops;                                 // per call; 0 if not reported
+  const bf16 *result = nullptr, *expected = nullptr;   // without a result nothing is checked
   size_t count = 0;                                    // elements of the result
   std::vector<std::pair<bf16*, size_t>> scratch = {};  // memory that variants write, including the result
 };
@@ -202,7 +202,7 @@ struct Case {
 // Barrier of all ranks' main streams.
 void meet(Gpu& gpu) { CHECK_NCCL(ncclAllReduce(gpu.numbers, gpu.numbers, 1, ncclDouble, ncclMax, gpu.comm, gpu.main)); }
 
-// Collective: median of the per-value maxima over all ranks.
+// Collective: the median over the values of the largest value of any rank.
 double median_of_slowest(Gpu& gpu, std::vector<double> values) {
   const size_t bytes = values.size() * sizeof(double);
   CHECK_CUDA(cudaMemcpyAsync(gpu.numbers, values.data(), bytes, cudaMemcpyHostToDevice, gpu.main));
@@ -247,8 +247,8 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
   return {median_of_slowest(gpu, ms), median_of_slowest(gpu, host_us)};
 }
 
-// Checks, measures and reports a variant, whose call repeats the case `calls` times. Checks twice, because a graph whose
-// waits accept the signals of its first replay is wrong only the second time.
+// Checks, measures and reports a variant. `call` repeats the case `calls` times. The check runs twice, because a graph whose
+// waits accept the signals of its first replay gives wrong results only in the second replay.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);

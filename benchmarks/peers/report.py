@@ -1,4 +1,4 @@
-"""The lines that benchmarks print: the machine with its versions, and times with their range and the ratio to the best peer."""
+"""Lines that benchmarks print: machine and versions, and times with their ranges and the ratio to the fastest alternative."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  
 
 @cache
 def print_machine() -> None:
-    """Prints `machine()`, once per process."""
+    """Prints `machine()` once per process."""
     print(machine(), flush=True)
 
 
 def machine() -> str:
-    """The GPUs with their power limit, the driver, versions of libraries, and disabled features."""
+    """Text with the GPUs and their power limit, the driver, versions of libraries, and disabled features."""
     listed = ""
     if shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout
@@ -40,8 +40,8 @@ def machine() -> str:
 
 
 def _of_torch() -> list[str]:
-    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, even if LD_PRELOAD
-    names it."""
+    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, also if LD_PRELOAD
+    loaded it."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -60,13 +60,14 @@ def _version(package: str) -> str:
 
 
 def spread(times: Sequence[float], digits: int = 3, per: float = 1) -> str:
-    """The median and the range. `per` divides all times."""
+    """Text with the median and the range. All times are divided by `per`."""
     low, high = min(times), max(times)
     return f"{statistics.median(times) / per:.{digits}f} ({low / per:.{digits}f} to {high / per:.{digits}f})"
 
 
 def line(times: Mapping[str, Sequence[float]], ours: Collection[str], per: float = 1, unit: str = "ms", digits: int = 3) -> str:
-    """Medians and ranges of the variants, first those of `ours`, and the ratio of the best peer to our best. `per` divides all times."""
+    """Text with medians and ranges of the variants, `ours` first, and the ratio of the fastest alternative to the fastest of `ours`. All
+    times are divided by `per`."""
     medians = {name: statistics.median(ms) for name, ms in times.items()}
 
     def listed(names: Collection[str]) -> str:

@@ -9,9 +9,9 @@ WARMUPS = 3
 
 
 def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same call, captured by torch. Returns the same result each time.
+    """Returns a function that launches `call` as a graph that torch captured. It returns the same tensors each time.
 
-    A graph does not keep the memory that it uses, so the result keeps `call` and all that it holds.
+    A graph does not keep its memory alive, so the function keeps a reference to `call`.
     """
     import torch
 

@@ -16,15 +16,15 @@ from peers.report import print_machine
 WARMUPS = 5
 POLL_SECONDS = 0.2
 
-# (rank, number of ranks) -> groups of calls by name; the calls of a group are timed alternately.
+# Function of a rank and the number of ranks that yields groups of calls by name. The calls of a group are timed alternately.
 Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
 def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
-    """Yields the times of one group after another: for each call by name, the milliseconds of the slowest rank in each repetition.
+    """Yields the times of one group after another: for the name of each call, the milliseconds of the slowest rank in each repetition.
 
-    All ranks start each call together, and the GPU waits for some cycles before it, while the host enqueues it. `make` must be a
-    module-level function, because other processes run it; torch.distributed and hw.init are ready then.
+    All ranks start each call together. Before the call the GPU spins for `wait` cycles, while the host enqueues the call. `make` must be a
+    module-level function, because other processes run it. They have initialised torch.distributed and called hw.init.
     """
     import torch.multiprocessing as processes
 
@@ -57,7 +57,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
     with paths[rank].open("a") as file:
         for calls in make(rank, ranks):
             print(json.dumps(_times(calls, repetitions, wait)), file=file, flush=True)
-    calls = {}  # NCCL destroys a communicator only after the graphs that use it
+    calls = {}  # graphs must be destroyed before NCCL can destroy the communicators that they use
     dist.destroy_process_group()
 
 
