@@ -22,7 +22,7 @@ _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
 _FEW_TERMS = 16  # up to this number of terms, and for small products, NumPy's loops are faster than BLAS
 _SMALL = 2**14  # number of multiplications
-_WIDE = 64  # columns from which on einsum's loops over contiguous rows are faster than those of matmul
+_LONG = 64  # from this length of a contiguous dim on, the loops of einsum are faster than those of matmul
 _MANY = 1000
 _FEW = 20  # up to this number of elements, Python's `pow` is faster than 34 products of arrays
 _EXPONENTS = 1200  # covers the exponents of f64, above and below 0
@@ -114,8 +114,9 @@ def matmul(x: Elements, y: Elements) -> Elements:
     """Product of matrices with the same number of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
     if inner <= _FEW_TERMS or (inner <= _SUMMED and rows * inner * columns <= _SMALL):
-        is_wide = columns >= _WIDE and x.strides[-1] == y.strides[-1] == y.itemsize
-        return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_wide else np.matmul(x, y))
+        along = -1 if columns >= inner else -2  # the longer dim of y
+        is_long = max(columns, inner) >= _LONG and x.strides[-1] == y.strides[along] == y.itemsize
+        return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
     for start in range(0, inner, _SUMMED):  # sums of products of halves are exact in f64

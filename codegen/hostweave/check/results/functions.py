@@ -169,7 +169,11 @@ class Functions:
 
     @staticmethod
     def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
-        return lambda x: x.opaque(function.__name__, np.vectorize(function, otypes=[np.float64])(x.value))
+        def computed(x: Any) -> Any:
+            shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # half the time of np.vectorize
+            return x.opaque(function.__name__, shadows.reshape(x.value.shape))
+
+        return computed
 
     def abs(self, x: Any) -> Any:
         return self.where(x > 0, x, -x)

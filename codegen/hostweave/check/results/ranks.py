@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class FieldRanks:
         self.values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, the values of the local sizes that the kernel reads
         self.values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
         self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
-        self.alike: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
+        self.fixed: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
         self.ran: set[tree.Instruction] = set()
         # called with the contents after each write; a rank's index is that of the memory
         self.watch: Callable[[int, Access, Lanes], None] | None = None
@@ -92,43 +93,45 @@ class FieldRanks:
 
     def run(self) -> None:
         """Runs all ranks to the end of the call. Raises ExecutionError if they wait for each other."""
-        queues = [_Queue(operations) for operations in self.instances.ranks]
+        queues = [_Queue(rank, operations) for rank, operations in enumerate(self.instances.ranks)]
         with np.errstate(all="ignore"):
-            while left := [rank for rank, queue in enumerate(queues) if queue.now]:
-                ready = [rank for rank in left if self.is_ready(queues[rank])]
+            while left := [queue for queue in queues if queue.now]:
+                ready = [queue for queue in left if self.is_ready(queue)]
                 if not ready:
-                    waiting = "\n".join(f"  {queues[rank].now}" for rank in left)
+                    waiting = "\n".join(f"  {queue.now}" for queue in left)
                     raise ExecutionError(f"deadlock: no rank can proceed:\n{waiting}")
-                first = min(ready, key=lambda rank: queues[rank].done)
-                together = [rank for rank in ready if queues[rank].done == queues[first].done and self.is_alike(queues, first, rank)]
-                self.step(together, [operation for rank in together if (operation := queues[rank].now)], queues[first].is_posted)
-                for rank in together:
-                    queues[rank].advance()
+                first = min(ready, key=attrgetter("done"))
+                together = self.alike(first, ready)
+                self.step([queue.rank for queue in together], [now for queue in together if (now := queue.now)], first.is_posted)
+                for queue in together:
+                    queue.advance()
 
-    def is_alike(self, queues: Sequence[_Queue], one: int, other: int) -> bool:
-        """True if two ranks are at the same instruction, its buffers have the same layouts, and the sizes that it uses have equal
-        values."""
-        a, b = queues[one].now, queues[other].now
-        if a is b or not a or not b:
-            return a is b
-        if queues[one].is_posted != queues[other].is_posted or (a.instruction is not b.instruction and a.instruction != b.instruction):
-            return False
-        if a.communications:
-            return True  # sends and receives are executed rank by rank
-        roots = self.instances.roots
-        if a.instruction.packed and (roots[one] is not roots[other] or any(cut.local for cut in a.instruction.packed)):
-            return False  # depends on the sizes of the rank, and on the offset of its shard
-        for name in tree.names(a.instruction, "launch"):
-            if self.local_sizes(name, one) != self.local_sizes(name, other):
-                return False
-        if roots[one] is roots[other]:  # these ranks have equal local sizes, and therefore equal layouts
-            return True
-        pairs = zip(a.accesses, b.accesses, strict=True)
-        layouts = [(x.region.layout, y.region.layout) for x, y in pairs]
-        return all(x is y or (x.shape == y.shape and x.strides == y.strides) for x, y in layouts)
+    def alike(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
+        """The queues that are at the same instruction as the first one, with buffers of the same layouts, and with equal values of the
+        sizes that the instruction uses."""
+        assert first.now
+        instruction, accesses = first.now.instruction, first.now.accesses
+        place = first.done, first.is_posted
+        same = [each for each in ready if (each.done, each.is_posted) == place and each.is_at(instruction)]
+        if first.communications or len(same) == 1:
+            return same  # sends and receives are executed rank by rank
+        packed, of_ranks = instruction.packed, self.instances.roots
+        values = [self.local_sizes(name) for name in tree.names(instruction, "launch")]
+        roots, found = of_ranks[first.rank], list[_Queue]()
+        for each in same:
+            if each is not first:
+                has_equal_sizes = of_ranks[each.rank] is roots  # then its layouts are equal, too
+                if packed and (not has_equal_sizes or any(cut.local for cut in packed)):
+                    continue  # depends on the sizes of the rank, and on the offset of its shard
+                if any(by_rank[each.rank] != by_rank[first.rank] for by_rank in values):
+                    continue
+                if not has_equal_sizes and each.now and not all(map(_has_equal_layout, accesses, each.now.accesses)):
+                    continue
+            found.append(each)
+        return found
 
-    def local_sizes(self, name: str, rank: int) -> tuple[int, ...]:
-        """Values, on this rank, of the local sizes that the ops of a kernel read. The offsets of iota are not among them."""
+    def local_sizes(self, name: str) -> list[tuple[int, ...]]:
+        """For each rank, values of the local sizes that the ops of a kernel read. The offsets of iota are not among them."""
         if name not in self.values:
             ops = self.kernels[name].ops if name in self.kernels else ()
             sizes = [size for op in ops for size in _sizes_read(op)]
@@ -136,7 +139,7 @@ class FieldRanks:
             if local not in self.values_of:
                 self.values_of[local] = [tuple([size.bind(of_rank) for size in local]) for of_rank in self.instances.sizes]
             self.values[name] = self.values_of[local]
-        return self.values[name][rank]
+        return self.values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
         """True if the rank can proceed. A communication posts its data immediately, and ends when all of its sources have posted theirs."""
@@ -253,12 +256,12 @@ class FieldRanks:
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
         """Ops of a kernel for the sizes of a rank: the result's name, the function, the operands and the dtype of each."""
-        key = name, self.local_sizes(name, rank)
+        key = name, self.local_sizes(name)[rank]
         if key not in self.bound:
             ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]
-            if name not in self.alike:
-                self.alike[name] = {i: self.bound_op(op, sizes) for i, op in enumerate(ops) if not _sizes_read(op)}
-            self.bound[key] = [self.alike[name].get(i) or self.bound_op(op, sizes) for i, op in enumerate(ops)]
+            if name not in self.fixed:
+                self.fixed[name] = {i: self.bound_op(op, sizes) for i, op in enumerate(ops) if not _sizes_read(op)}
+            self.bound[key] = [self.fixed[name].get(i) or self.bound_op(op, sizes) for i, op in enumerate(ops)]
         return self.bound[key]
 
     def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
@@ -276,6 +279,11 @@ class FieldRanks:
             self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
 
 
+def _has_equal_layout(one: Access, other: Access) -> bool:
+    a, b = one.region.layout, other.region.layout
+    return a is b or (a.shape == b.shape and a.strides == b.strides)
+
+
 def _sizes_read(op: Op) -> list[Size]:
     """Sizes that the function of an op reads. The offset of an iota is not among them, because it may differ between the lanes."""
     shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
@@ -290,8 +298,8 @@ def _offset(op: Op) -> Size | None:
 class _Queue:
     """The operations of a rank in one call that compute or communicate, and the current one."""
 
-    def __init__(self, operations: Sequence[Operation]):
-        self.left = iter(operations)
+    def __init__(self, rank: int, operations: Sequence[Operation]):
+        self.rank, self.left = rank, iter(operations)
         self.now: Operation | None = None
         self.communications: Sequence[Operation] = ()  # the communications of `now`
         self.is_one_sided = False
@@ -314,6 +322,10 @@ class _Queue:
             self.is_posted = True
         else:
             self.step()
+
+    def is_at(self, instruction: tree.Instruction) -> bool:
+        own = self.now and self.now.instruction
+        return own is instruction or own == instruction
 
     def awaited(self, meeting_of: Mapping[Operation, MatchedCollective]) -> Sequence[Operation]:
         """The communications that must post before this operation can end."""
