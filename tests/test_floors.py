@@ -51,7 +51,7 @@ DELAYED_IMPORTS = {
         *("api", "compiled", "build/program", "check/check", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
         "torch/dynamo",
     ),
-    "packages that may be missing": ("torch/generation", "types/numpy_dtypes"),
+    "packages that may be missing": ("torch/generation",),
     "classes whose parser imports them": ("fusion_ir/ir", "host_ir/ir"),
     "the names of the package, for a message": ("fusion_ir/frontend/remedies",),
 }

@@ -110,11 +110,35 @@ def _label(dim: DimOfValue) -> str:
 
 
 def _iteration(kernel: Kernel) -> Iteration:
-    types = {parameter.name: parameter.type for parameter in kernel.inputs}
+    types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
     shared = _Dims()
+    joined = [  # operands of concats and pads, each with its start per dim
+        (op, *pair)
+        for op in kernel.ops
+        if (begin := OPS[op.kind].parts)
+        for pair in zip(op.tensors, begin(operand_types(op, types), op), strict=True)
+    ]
+    lanes, walked = _walked(kernel, types, shared)
+    for op, name, starts in joined:
+        for i in starts:
+            walked.update(((name, i), (op.result.name, i)))
+            shared.contain((name, i), (op.result.name, i))
+    update = _update_of(kernel)
+    _check_lanes(kernel, lanes, walked)
+    sizes, indices, parts = _labelled(types, lanes, shared, update)
+    spans: dict[str, tuple[tuple[Span, ...], ...]] = {}
+    for op, name, starts in joined:
+        made = op.result.name
+        ends = {i: start + types[name].shape[i] for i, start in starts.items()}
+        found = (Span(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items())
+        spans[made] = (*spans.get(made, ()), tuple(found))
+    return _checked(Iteration(sizes, indices, (), (), lanes, parts, spans), kernel)
+
+
+def _walked(kernel: Kernel, types: dict[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
+    """Joins the dims that share an index. Returns the dim of each value that no loop iterates over, and the dims that have loops."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
-    joined: list[tuple[Op, str, dict[int, Size]]] = []  # operands of concats and pads, each with its start per dim
     for op in kernel.ops:
         if op.operands:
             groups, unwalked = _joined(op, types)
@@ -124,22 +148,26 @@ def _iteration(kernel: Kernel) -> Iteration:
             for dims in groups:
                 walked.update(dims)
                 shared.join(dims)
-            if begin := OPS[op.kind].parts:
-                joined += [(op, *pair) for pair in zip(op.tensors, begin(operand_types(op, types), op), strict=True)]
-        types[op.result.name] = op.result.type
-    for op, name, starts in joined:
-        for i in starts:
-            walked.update(((name, i), (op.result.name, i)))
-            shared.contain((name, i), (op.result.name, i))
-    if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
-        raise NotOneKernel(f"%{whole} needs all elements along a dim at once")
-    update = _update_of(kernel)
+    return lanes, walked
+
+
+def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
+    """Raises NotOneKernel if a whole dim of a value is needed that the kernel does not hold as a whole."""
+    whole = [op.result.name for op in kernel.ops if OPS[op.kind].lane]
+    if len(kernel.ops) > 1 and whole:
+        raise NotOneKernel(f"%{whole[0]} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
     numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs loops over all its dims
-    apart = numbers | {op.result.name for op in kernel.ops if OPS[op.kind].lane} | {p.name for p in kernel.inputs}
+    apart = numbers | {*whole, *(p.name for p in kernel.inputs)}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
             raise NotOneKernel(f"%{name} is read at data-dependent positions")
+
+
+def _labelled(
+    types: dict[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
+) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
+    """Sizes of all indices, and for each value the indices of its dims and the names of those that are parts."""
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     parts: dict[str, dict[str, str]] = {}
@@ -160,13 +188,7 @@ def _iteration(kernel: Kernel) -> Iteration:
         indices[name] = tuple(own)
         if len(set(own) - {None}) < sum(index is not None for index in own):
             raise NotOneKernel(f"two dims of %{name} would have one index")
-    spans: dict[str, tuple[tuple[Span, ...], ...]] = {}
-    for op, name, starts in joined:
-        made = op.result.name
-        ends = {i: start + types[name].shape[i] for i, start in starts.items()}
-        found = (Span(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items())
-        spans[made] = (*spans.get(made, ()), tuple(found))
-    return _checked(Iteration(sizes, indices, (), (), lanes, parts, spans), kernel)
+    return sizes, indices, parts
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:

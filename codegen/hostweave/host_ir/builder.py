@@ -142,6 +142,14 @@ class Builder:
         self._depth -= 1
 
     @contextmanager
+    def loop(self, count: Size) -> Iterator[Var]:
+        """Emits a loop of `count` iterations. Yields its index."""
+        index = Var(self.loop_index())
+        with self.looped() as body:
+            yield index
+        self.emit(ir.For(index.name, count, tuple(body)))
+
+    @contextmanager
     def outermost(self) -> Iterator[None]:
         """Emits before the outermost loop that is being built. Used for allocations, and for views that are the same in all iterations."""
         scopes = self._scopes

@@ -4,7 +4,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 
 from hostweave.base.forks import renewed
@@ -41,7 +40,7 @@ class Measured:
             kept, known = self._kept(), self._known()
             if new := {problem: algorithm for problem, algorithm in known.items() if kept.get(problem) != algorithm}:
                 every = list({**kept, **new}.items())[-_MOST:]
-                replace(self._entry, lambda folder: _write(folder / _FILE, dict(every)))
+                replace(self._entry, lambda folder: (folder / _FILE).write_text(json.dumps(dict(every))))
 
     def _known(self) -> Algorithms:
         return {problem: algorithm.hex() for problem, algorithm in self._module.measured_algorithms().items()}
@@ -54,7 +53,3 @@ class Measured:
             if folder := lookup(self._entry):
                 return dict(json.loads((folder / _FILE).read_text()))
         return {}
-
-
-def _write(file: Path, algorithms: Algorithms) -> None:
-    file.write_text(json.dumps(algorithms))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.check.match_collectives import meetings
-from hostweave.check.operations import Operation
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import Timeline
@@ -71,7 +70,7 @@ def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
     begun: float | None = None
     inside: list[SimulatedTask] = []
     for task in tasks:
-        if not is_mark(task.operation):
+        if not task.operation.instruction.marks:
             inside.append(task)
         elif begun is None:
             begun, inside = next(at), []
@@ -100,7 +99,3 @@ def _align(ranks: list[list[SimulatedTask]]) -> None:
     for task in timed:
         task.start += late[task.operation.rank]
         task.end += late[task.operation.rank]
-
-
-def is_mark(operation: Operation) -> bool:
-    return operation.instruction.marks

@@ -51,7 +51,7 @@ def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[t
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
     """Returns the events of tasks whose times are known. Tasks that neither work nor wait for a signal are omitted."""
-    shown = [task for tasks in ranks for task in tasks if is_shown(task)]
+    shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
     behind = _Behind(numbers)
     met: dict[Gathering, tuple[int, ...]] = {}
@@ -69,11 +69,6 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Concatenates the indices of an operation's parts. A single part is returned unchanged, so that all ranks of a collective share a
     tuple."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
-
-
-def is_shown(task: SimulatedTask) -> bool:
-    """True if the timeline has an event for a task."""
-    return bool(task.work.engine) or task.operation.instruction.posts == "wait_signal"
 
 
 class _Behind:

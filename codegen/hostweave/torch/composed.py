@@ -50,12 +50,6 @@ def cross_entropy(
     return losses.sum() / share.sum()
 
 
-def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales v to the length g for each index of a dim. Also returns the length of v."""
-    norm = v.square().sum([other for other in range(v.ndim) if other != dim % v.ndim], keepdim=True).sqrt()
-    return v * (g / norm), norm
-
-
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
     """Value of x after `copy_`."""
     return source.to(x.dtype).expand(x.shape)
@@ -355,10 +349,6 @@ def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, a
     return beta * x + alpha * torch.bmm(a, b).sum(0, dtype=x.dtype)
 
 
-def addmv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
-    return beta * x + alpha * torch.mv(a, b)
-
-
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -> Any:
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
 
@@ -442,21 +432,20 @@ _DRAWN: dict[Any, Callable[..., Any]] = {
 }
 
 
+# ops that torch's rules compose, in derivatives, too
+_BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv"
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
+    **{op: decomposition_table[op] for op in (getattr(aten, name).default for name in _BY_TORCH.split())},
     **windows.POOLING,
     **_DRAWN,
     **SPECIAL,
     **LINALG,
     aten.cross_entropy_loss.default: cross_entropy,
-    aten._weight_norm_interface.default: weight_norm,
     aten.copy.default: copy,
     aten.as_strided.default: as_strided,
     aten.as_strided_copy.default: as_strided,
     aten.as_strided_scatter.default: as_strided_scatter,
-    **{
-        op: decomposition_table[op]
-        for op in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-    },
     aten.diagonal.default: diagonal,
     aten.diagonal_scatter.default: diagonal_scatter,
     aten.unfold.default: unfold,
@@ -464,7 +453,6 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
     aten.frexp.Tensor: frexp,
-    aten.grid_sampler_2d.default: decomposition_table[aten.grid_sampler_2d.default],  # in derivatives, too
     aten.cumprod.default: cumprod,
     aten.logcumsumexp.default: logcumsumexp,
     aten.cummax.default: _cumulative(torch.ge),
@@ -486,7 +474,6 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
     aten.addbmm.default: addbmm,
-    aten.addmv.default: addmv,
     aten._cdist_forward.default: cdist,
     aten._pdist_forward.default: pdist,
     aten.dist.default: lambda a, b, p=2: torch.linalg.vector_norm(a - b, p),

@@ -43,10 +43,6 @@ def _padded(x: Any, before: Sequence[int], behind: Sequence[int], value: float) 
     return F.pad(x, widths, value=value) if any(widths) else x
 
 
-def _least(dtype: torch.dtype) -> float:
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
 def _divided(total: Any, count: Any) -> Any:
     """An average. Averages of ints are rounded towards 0."""
     return total / count if total.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
@@ -93,7 +89,7 @@ def _largest(count: int) -> Callable[..., Any]:
         kernel, padding, dilation = each(kernel, count), each(padding, count), each(dilation, count)
         stride = each(stride, count) or kernel
         sizes, behind = _sizes(x, kernel, stride, padding, dilation, ceil_mode, count)
-        wide = _padded(x, padding, behind, _least(x.dtype))
+        wide = _padded(x, padding, behind, -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min)
         parts = [seen(wide, at, sizes, stride, dilation) for at in product(*map(range, kernel))]
         values, chosen = torch.stack(parts, -1).max(-1)
         number: Any = 0

@@ -231,7 +231,7 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
     own = laid_out = 0.0
     apart = list[Way]()
     if product := _shards_product(op, fusion, sizes, ranks):
-        own, laid_out = cost_of_copies(machine, ranks, bytes_of, _is_outermost(op))
+        own, laid_out = cost_of_copies(machine, ranks, bytes_of, all(size == Size() for size in op.result.type.shape[: step_of(op).dim]))
         longer = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
         apart = [Way(by, ranks, _micros(copies + longer)) if reaches else Way(op.kind, ranks, _micros(kernels + longer))]
     at_once = [Way(by, 1, _micros(copies + own + laid_out))] if reaches else []
@@ -260,10 +260,6 @@ def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int
     types = [fusion.values()[name].type for name in (*product.tensors, product.result.name)]
     is_known = sizes.keys() >= {name for type in types for size in type.shape for name in size.symbols}
     return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
-
-
-def _is_outermost(gather: Op) -> bool:
-    return all(size == Size() for size in gather.result.type.shape[: step_of(gather).dim])
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes  # noqa: F401  its import teaches NumPy the names
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +18,6 @@ def dtype_of_name(name: str) -> DType | str:
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """The matching NumPy dtype. bf16 and f8 are those of ml_dtypes."""
-    import ml_dtypes  # noqa: F401  its import teaches NumPy the names
-
     return np.dtype(dtype.long_name)
 
 

@@ -49,7 +49,7 @@ class _Grouping:
                 result += behind
                 posted.append(instruction)
                 behind = []
-            elif posted and self.lays_out(instruction):
+            elif posted and (instruction.work == "move" or not self.moving.isdisjoint(tree.names(instruction, "launch"))):
                 laid.append(instruction)
             else:
                 result += [*_group(posted), *behind, *laid]
@@ -62,10 +62,6 @@ class _Grouping:
         if instruction.work:
             return not self.uses.conflict(posted, [instruction])
         return not instruction.calls
-
-    def lays_out(self, instruction: tree.Instruction) -> bool:
-        """True if the instruction only moves elements on this rank."""
-        return instruction.work == "move" or not self.moving.isdisjoint(tree.names(instruction, "launch"))
 
     def can_join(self, instruction: tree.Instruction, posted: list[tree.Instruction], laid: list[tree.Instruction]) -> bool:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
