@@ -1,46 +1,48 @@
-"""Random fusions from seeds, and the properties that must hold for each one that is not refused."""
+"""Random fusions from seeds."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
-from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.check.check import check
-from hostweave.check.sizes import sizes_to_check
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.tracing import Function
-from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import pointwise
-from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.rewriting import at_sizes, map_functions
-from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.size_requirements import undivided
-from hostweave.options import Options
-from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.size import Size
-from hostweave.types.tensor import TensorType, block_of, holds
+from hostweave.types.tensor import TensorType
 
 Array = NDArray[Any]
+
+
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
+
+
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
+
+
 NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact ints and floats
+
+
 # Algorithms for gathers of a loop's operand, and for reductions to sharded and to replicated results.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
+
+
 SCATTERING, SUMMING = ("p2p", "ring", "reduce", "reduce_scatter", "put"), ("all_reduce",)
+
+
 BY_BLOCK = ("p2p", "ring", "broadcast", "reduce", "put")
+
+
 SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None, 2), slice(1, None, 3))
 
 
@@ -126,11 +128,11 @@ def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return g.random.choice([hw.sum, hw.max, hw.min, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
 
 
-def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+def turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return hw.permute_dims(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
 
 
-def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+def cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
@@ -285,8 +287,8 @@ LINEAR: tuple[Callable[[Generator, hw.Tensor, hw.Tensor], hw.Tensor], ...] = (
     lambda g, a, b: a * b,
     lambda g, a, b: -a * 3,
     lambda g, a, b: a * hw.iota(a, 0 if a.ndim == 1 else -1, hw.i64) if a.ndim and a.dtype == hw.i64 else a / 2 if a.dtype == hw.f64 else a,
-    lambda g, a, b: _turned(g, [], a),
-    lambda g, a, b: _cut(g, [], a),
+    lambda g, a, b: turned(g, [], a),
+    lambda g, a, b: cut(g, [], a),
     lambda g, a, b: _reduced(g, [], a),
     lambda g, a, b: g.resharded(a),
     lambda g, a, b: hw.reshape(a, -1),
@@ -306,6 +308,7 @@ PAIRS: tuple[Callable[[Any, Any], hw.Tensor], ...] = (
     lambda a, b: hw.where(a <= b, b, 7),
 )
 
+
 OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: t + g.other(values, t),
     lambda g, values, t: t * g.other(values, t),
@@ -319,8 +322,8 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: g.resharded(t),
     _reduced,
     _located,
-    _turned,
-    _cut,
+    turned,
+    cut,
     _joined,
     _padded,
     _beside_others,
@@ -363,12 +366,12 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
             return g.body([x, y], 3, g.ops)
 
         block.__name__ = f"block{len(g.blocks)}"
-        known.append(hw.block(x=_parameter(g, t), y=_parameter(g, other))(block))
+        known.append(hw.block(x=parameter(g, t), y=parameter(g, other))(block))
     made = known[0](t, other)
     return g.random.choice(made) if isinstance(made, tuple) else made
 
 
-def _parameter(g: Generator, t: hw.Tensor) -> TensorType:
+def parameter(g: Generator, t: hw.Tensor) -> TensorType:
     """Parameter type for a block. A dim that is computed from sizes stays unsharded."""
     whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
     return t.dtype[t.shape if whole else g.sharded(t.shape)]
@@ -392,107 +395,6 @@ __global__ void {name}({", ".join(parameters)}) {{
     return g.random.choice(hw.kernel(source, name, dims or 1, [hw.reshard(t, *dims), spec, spec, *dims], per=256))
 
 
-# --- donated inputs ---------------------------------------------------------------------------------------------------
-
-
-class Donating(Generator):
-    """Programs and blocks that donate some inputs, and return views of these and of their results."""
-
-    def __init__(self, seed: int):
-        super().__init__(seed)
-        self.outer_ops = (*OUTER_OPS, *[_called_in_place] * 5)
-
-    def fusion(self) -> Fusion:
-        sizes = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK"]
-        shapes = [self.random.choices(sizes, k=self.random.randint(1, 3)) for _ in range(2)]
-        inputs = {f"x{i}": self.input(self.random.choice(shapes)) for i in range(self.random.randint(1, 4))}
-        donate = self.donated([*inputs], [name for name in inputs if self.random.random() < 0.7])
-
-        def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return self.in_place(tensors, donate, 4, (*self.ops, *self.outer_ops))
-
-        return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(random)
-
-    def donated(self, inputs: list[str], chosen: list[str]) -> dict[str, int]:
-        """For each donated input, the number of its result."""
-        return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
-
-    def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in donated memory and other results, most of them views of donated inputs."""
-        made = list(self.body([*tensors.values()], most, ops))
-        taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
-        viewed = [*tensors.values(), *made, *taken.values()]
-        return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
-
-    def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        """Value that is returned in the memory of an input."""
-        alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
-        other = self.random.choice(alike)
-        made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
-        made = made if made.type.dims == x.type.dims else made + 0
-        if self.random.random() < 0.4:  # some order of the dims
-            orders = [order for order in itertools.permutations(range(x.ndim)) if self.random.random() < 0.2 or same_shape(x, order)]
-            made = hw.permute_dims(made, self.random.choice(orders))
-        return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
-
-    def view(self, t: hw.Tensor) -> hw.Tensor:
-        """Chain of views; a local slice if a dim is sharded further."""
-        for _ in range(self.random.randint(1, 3)):
-            with contextlib.suppress(ProgramError):
-                t = self.random.choice(VIEWS)(self, [], t)
-        return t
-
-
-def same_shape(x: hw.Tensor, order: tuple[int, ...]) -> bool:
-    return tuple(x.shape[dim] for dim in order) == x.shape
-
-
-VIEWS: tuple[MakeOp, ...] = (
-    _turned,
-    _cut,
-    _cut,
-    lambda g, values, t: hw.reshape(t, -1),
-    lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
-    lambda g, values, t: g.resharded(t),
-)
-
-
-def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Call of a block that donates some inputs; two of them may be given the same argument."""
-    assert isinstance(g, Donating)
-    other = g.random.choice([t, g.other(values, t)])
-    known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])
-    if not known or g.random.random() < 0.2:
-        donate = g.donated(["x", "y"], g.random.choice([["x"], ["y"], ["x", "y"]]))
-
-        def block(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return g.in_place({"x": x, "y": y}, donate, 3, (*g.ops, _called_in_place) if len(g.blocks) < 3 else g.ops)
-
-        block.__name__ = f"block{sum(map(len, g.blocks.values()))}"
-        known.append(hw.block(donate=donate, x=_parameter(g, t), y=_parameter(g, other))(block))
-    made = g.random.choice(known)(t, other)
-    values.extend(made)
-    return g.random.choice(made)
-
-
-def without_kernels(fusion: Fusion) -> Fusion:
-    """The same program with built-in ops instead of user kernels, for NumPy."""
-
-    def of_body(body: Fusion) -> Fusion:
-        read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
-
-        def replaced(op: Op) -> Op:
-            if op.user_kernel:
-                return replace(op, kind="multiply", operands=(read[op.result.name], 2), user_kernel=None)
-            if op.kind == "output" and op.tensors[0] in read:
-                return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
-            return op
-
-        return replace(body, body=tuple(map(replaced, body.ops)))
-
-    return map_functions(fusion, of_body)
-
-
 def collided(fusion: Fusion) -> Fusion:
     """The same program with names that the compiler also generates: `M_x` from M and x, `x0_e` from x0 and e, `product`."""
     axis = fusion.mesh.axes[0][0]
@@ -514,86 +416,3 @@ def wider(seed: int) -> Generator:
 
 
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
-
-
-def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Checks that the program computes what NumPy computes. User kernels go through all analyses; interpretation replaces them by
-    ops.
-
-    A program that is impossible at its generator's sizes, such as `M/2` if M is 7, is compared at others.
-    """
-    options = options or Options(transport="auto" if seed % 5 else "one_sided")
-    host = checked(fusion, options)
-    plain = without_kernels(fusion)
-    if host and plain != fusion:
-        host = checked(plain, options)
-    if not host:
-        return False
-    others = sizes_to_check(host)
-    for sizes in (generator.sizes, *(others[(seed + i) % len(others)] for i in range(len(others)))):
-        generator.sizes |= sizes
-        if computes_at(generator, host, plain, options, seed):
-            return True
-    return False
-
-
-def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
-    """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
-    arrays = generator.arrays(plain, seed)
-    if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # programs do the same for uneven sizes
-            plain = at_sizes(plain, ints, [output.type for output in host.outputs])
-            made = checked(plain, options)
-        except ProgramError as error:
-            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # pieces of a shard, M/2, or N - 1 if N is 0
-                return False
-            raise
-        if made is None:
-            return False
-        host = made
-    try:
-        ranks = interpret(host, arrays)
-    except (ArgumentError, ProgramError):
-        return False  # sizes that do not divide
-    compare(host, plain, arrays, ranks, f"seed {seed}, {generator.sizes}\n{host}")
-    return True
-
-
-def checked(fusion: Fusion, options: Options) -> HostProgram | None:
-    """Host program after it has passed the static check; None if the fusion is refused."""
-    assert Fusion.parse(str(fusion)) == fusion
-    try:
-        host = lower(fusion, options)
-    except ProgramError:
-        return None  # an impossible loop
-    assert HostProgram.parse(str(host)) == host
-    try:
-        check(host, fusion=fusion)
-    except ProgramError as error:
-        if "choose sizes that are multiples of it" in str(error):  # none exist, such as N and N - 1 both even
-            return None
-        raise
-    return host
-
-
-def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Checks that every rank has its block of NumPy's results of the fusion without user kernels, and nothing of other ranks' values."""
-    with np.errstate(all="ignore"):
-        wanted = run_reference(plain, arrays)
-    for parameter, want in zip(host.results, wanted, strict=True):
-        for rank, results in enumerate(ranks):
-            if not holds(parameter.type, host.mesh, rank):
-                assert results.get(parameter.name) is None
-                continue
-            block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
-            np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"rank {rank}, {message}")
-
-
-def parts(count: int, many: int) -> list[Any]:
-    """Seeds in parts that workers share: a few by default, many more with -m slow."""
-    some = [range(count)[i::4] for i in range(4)]
-    return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
-
-
-# A stream without overlap still has results.
-IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 from compiled_fusions import fusion_of
+from fusion_properties import IGNORED
 from math_mutants import CAUGHT, MISSED, Subject, judged, mutants, subjects, training_subjects
-from random_fusions import IGNORED
 
 import hostweave as hw
 from hostweave.check.results.arithmetic import HASHED

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fusion_properties import parts
 from interpret import interpret
-from random_fusions import parts
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from random_fusions import IGNORED, Generator, computes, parts
+from fusion_properties import IGNORED, computes, parts
+from random_fusions import Generator
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Value

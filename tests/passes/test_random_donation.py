@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from random_fusions import IGNORED, Donating, checked, compare, computes, parts, without_kernels
+from fusion_properties import IGNORED, checked, compare, computes, parts, without_kernels
+from random_donations import Donating
 
 import hostweave as hw
 from hostweave.analysis.def_use import def_use

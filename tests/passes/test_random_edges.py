@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fusion_properties import IGNORED, computes, parts
 from interpret import interpret
-from random_fusions import IGNORED, OUTER_OPS, Donating, Generator, MakeOp, computes, parts
+from random_donations import Donating
+from random_fusions import OUTER_OPS, Generator, MakeOp
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError

@@ -11,23 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_fusions import (
-    GATHERING,
-    IGNORED,
-    SCATTERING,
-    SUMMING,
-    Generator,
-    checked,
-    collided,
-    compare,
-    computes,
-    in_groups,
-    of_sums,
-    parts,
-    turned_in_a_loop,
-    wider,
-    without_kernels,
-)
+from fusion_properties import IGNORED, checked, compare, computes, parts, without_kernels
+from random_fusions import GATHERING, SCATTERING, SUMMING, Generator, collided, in_groups, of_sums, turned_in_a_loop, wider
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

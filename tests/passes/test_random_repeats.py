@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from random_fusions import IGNORED, Donating, computes, parts
+from fusion_properties import IGNORED, computes, parts
+from random_donations import Donating
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

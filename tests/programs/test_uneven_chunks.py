@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from compiled_fusions import compiled
 from cuda_here import needs_cuda
+from fusion_properties import compare
 from interpret import interpret
-from random_fusions import BY_BLOCK, GATHERING, SCATTERING, compare
+from random_fusions import BY_BLOCK, GATHERING, SCATTERING
 
 import hostweave as hw
 from hostweave.base.errors import OverlapWarning

@@ -11,6 +11,7 @@ from hostweave.communication.packing import (
     contiguous_source,
     destination_blocks,
     packed_destination,
+    per_step,
     source_blocks,
 )
 from hostweave.communication.posted import collectives_on
@@ -70,14 +71,9 @@ class CollectiveLowering:
 
     def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
         """Gathers `src` of all ranks into one buffer, rank by rank."""
-        b, type, wanted = self.b, self.b.types[src], f"{self.op.tensors[0]}_terms"
-        shape = (Size(shards.size), *type.shape)
-        if steps is None:
-            terms = b.allocate_here(wanted, BufferType(type.dtype, shape))
-        else:
-            terms = b.allocate(wanted, BufferType(type.dtype, (steps.count, *shape)))
-            terms = b.select(terms, 0, steps.block, f"{wanted}_{steps.index.name}")
-        gather(b, src, terms, replace(shards, dim=0), steps)
+        type = self.b.types[src]
+        terms = per_step(self.b, f"{self.op.tensors[0]}_terms", BufferType(type.dtype, (Size(shards.size), *type.shape)), steps)
+        gather(self.b, src, terms, replace(shards, dim=0), steps)
         return terms
 
     def _dim_of_chunk(self, dim: int | None, steps: LoopSteps | None) -> int | None:

@@ -110,6 +110,14 @@ def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterato
     b.emit(ir.Copy(packed, dst))
 
 
+def per_step(b: Builder, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
+    """Allocates contiguous memory. In a loop each iteration has its own."""
+    if steps is None:
+        return b.allocate_here(wanted, type)
+    ring = b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
+    return b.select(ring, 0, steps.block, f"{wanted}_{steps.index.name}")
+
+
 def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
     """Allocates contiguous memory with the shape of `like`. In a loop, each iteration has separate memory."""
     type = b.types[like]

@@ -24,11 +24,8 @@ class Signals:
 
     def each(self, count: int, emit: Callable[[Var], None]) -> None:
         """Emits a loop of `count` iterations."""
-        assert count > 0
-        index = Var(self.b.loop_index())
-        with self.b.looped() as body:
+        with self.b.loop(Size(count)) as index:
             emit(index)
-        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
 
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
         """Emits code for each peer. `emit` gets the peer's index in the process group, and its index among this rank's peers."""

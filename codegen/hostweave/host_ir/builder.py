@@ -14,7 +14,7 @@ from functools import partial
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, Transport, find_transport, first_carrying
 from hostweave.types.mesh import Mesh

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fusion_properties import computes
 from fusion_text import check
-from random_fusions import Generator, computes
+from random_fusions import Generator
 
 import hostweave as hw
 from hostweave.fusion_ir.choice import Choice

@@ -152,11 +152,9 @@ class _Lowering:
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
 
     def copy_group(self, source: str, parameter: ir.Parameter) -> None:
-        b, index = self.b, Var(self.b.loop_index())
-        with b.looped() as body:
-            own, given = (b.select(buffer, 0, index, f"{buffer}_{index.name}") for buffer in (parameter.name, source))
-            b.emit(ir.Copy(given, own))
-        b.emit(ir.For(index.name, parameter.type.shape[0], tuple(body)))
+        with self.b.loop(parameter.type.shape[0]) as index:
+            own, given = (self.b.select(buffer, 0, index, f"{buffer}_{index.name}") for buffer in (parameter.name, source))
+            self.b.emit(ir.Copy(given, own))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
         """Copies results that are views of donated inputs, before the inputs are overwritten. Returns the buffer of each result."""
@@ -366,10 +364,8 @@ class _Lowering:
             elif self.b.types[starts].shape[0] == Size():
                 emit(lambda name: self.b.drop(name, 0, f"{name}_alone"))
             else:
-                index = Var(self.b.loop_index())
-                with self.b.looped() as body:
+                with self.b.loop(self.b.types[dst].shape[0]) as index:
                     emit(lambda name: self.b.select(name, 0, index, f"{name}_{index.name}"))
-                self.b.emit(ir.For(index.name, self.b.types[dst].shape[0], tuple(body)))
 
     def by_rows(self, name: str) -> str:
         """The buffer itself, or a copy in which the elements of a row are contiguous."""

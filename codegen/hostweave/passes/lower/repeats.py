@@ -67,9 +67,8 @@ class RepeatLowering:
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
             if any(not self.is_updated(function, at, number) for at in taken):  # the calls still read the memory that they would overwrite
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
-        index = Var(b.loop_index())
-        at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
-        with b.looped() as body:
+        with b.loop(depth) as index:
+            at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
             sources = {number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH]}
             for number, first in lagged_by(op).items():
                 before = b.select(given[number], 0, (at + (expr_of(depth) - 1)) % expr_of(depth), f"{given[number]}_before")
@@ -82,7 +81,6 @@ class RepeatLowering:
             b.emit(ir.Call(function.name, operands, tuple(targets[number] for number in range(results))))
             for number, buffer in apart.items():
                 b.emit(ir.Copy(buffer, places[number]))
-        b.emit(ir.For(index.name, depth, tuple(body)))
         for operand, result in pairs.items():
             self.end(op, carried[operand], used.get(result, ""), used.get(results + operand, ""))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from hostweave.communication.packing import branch, packed_destination
+from hostweave.communication.packing import branch, packed_destination, per_step
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.fusion_ir.index_map import ONE
@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.scaled import BLOCK, BLOCKS, is_composed, scaling
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Binary, Const, Var
+from hostweave.host_ir.expr import Binary, Const
 from hostweave.host_ir.rules.computing import PADDED, lies_along
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.types.size import Size
@@ -45,14 +45,12 @@ class ScaledMatmuls:
             return
         assert steps is not None
         assert stream is not None
-        index = Var(self.b.loop_index())
-        with self.b.looped() as body:
+        with self.b.loop(self.b.types[target].shape[stream.dim]) as index:
             shards = [
                 self.b.select(buffer, stream.dim, index, f"{buffer}_shard") if len(self.b.types[buffer].shape) == 3 else buffer
                 for buffer in buffers
             ]
             self.multiply_matrices(op, shards, None, None)
-        self.b.emit(ir.For(index.name, self.b.types[target].shape[stream.dim], tuple(body)))
 
     def multiply_matrices(self, op: Op, buffers: Sequence[str], steps: LoopSteps | None, lowering: Lowering | None) -> None:
         a, b, scale_a, scale_b, target = buffers
@@ -98,9 +96,9 @@ class ScaledMatmuls:
         """
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
-        wide = self.memory(f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
-        scales = self.memory(f"{scale_a}_padded", BufferType(f32, (blocks, count)), steps)
-        product = self.memory(f"{target}_padded", replace(b.types[target], shape=(count, b.types[target].shape[1])), steps)
+        wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
+        scales = per_step(self.b, f"{scale_a}_padded", BufferType(f32, (blocks, count)), steps)
+        product = per_step(self.b, f"{target}_padded", replace(b.types[target], shape=(count, b.types[target].shape[1])), steps)
 
         def multiply(accumulates: bool) -> None:
             for memory in (wide, scales, *[product] * accumulates):
@@ -122,7 +120,9 @@ class ScaledMatmuls:
 
     def by_rows(self, name: str, steps: LoopSteps | None) -> str:
         """A matrix with contiguous rows: the buffer itself, or a copy."""
-        return name if lies_along(self.b.types[name], 1) else self.copied(name, self.memory(f"{name}_by_rows", self.b.types[name], steps))
+        if lies_along(self.b.types[name], 1):
+            return name
+        return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
         """The scales [R, C] of a matrix [M, K], in the layout of cuBLASLt.
@@ -133,28 +133,21 @@ class ScaledMatmuls:
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
         if not has_blocks:
-            return name if lies_along(type, 0) else self.copied(name, self.memory(f"{name}_packed", type, steps))
+            return name if lies_along(type, 0) else self.copied(name, per_step(self.b, f"{name}_packed", type, steps))
         if r == rows:
             columns = self.turned(name)
             if self.b.is_contiguous(columns):
                 return name
-            return self.turned(self.copied(columns, self.memory(f"{name}_by_columns", BufferType(f32, (c, r)), steps)))
+            return self.turned(self.copied(columns, per_step(self.b, f"{name}_by_columns", BufferType(f32, (c, r)), steps)))
         padded = c if _is_padded(c) else PADDED * c.ceil_div(PADDED)
         if padded == c and self.b.is_contiguous(name):
             return name
-        memory = self.memory(f"{name}_padded", BufferType(f32, (r, padded)), steps)
+        memory = per_step(self.b, f"{name}_padded", BufferType(f32, (r, padded)), steps)
         return self.copied(name, self.b.slice(memory, 1, c, Const(0), f"{name}_in_rows"))
 
     def copied(self, src: str, dst: str) -> str:
         self.b.emit(ir.Copy(src, dst))
         return dst
-
-    def memory(self, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
-        """Allocates contiguous memory. In a loop, each iteration has separate memory."""
-        if steps is None:
-            return self.b.allocate_here(wanted, BufferType(type.dtype, type.shape))
-        ring = self.b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
-        return self.b.select(ring, 0, steps.block, f"{wanted}_{steps.index.name}")
 
     # --- composed of other ops ---
 
@@ -171,7 +164,7 @@ class ScaledMatmuls:
             wide = self.unscaled(op, a, scale_a, steps), self.turned(self.unscaled(op, self.turned(b), self.turned(scale_b), steps))
         else:
             wide = self.widened(op, a, f16, steps), self.turned(self.widened(op, self.turned(b), f16, steps))
-        product = self.memory(f"{op.result.name}_product", BufferType(f32, shape), steps)
+        product = per_step(self.b, f"{op.result.name}_product", BufferType(f32, shape), steps)
         self.b.emit(ir.Matmul(*wide, product))
         factors = () if has_blocks else (scale_a, scale_b)
         self.launch(op, product, factors, f32, target)
@@ -180,7 +173,7 @@ class ScaledMatmuls:
         type = self.b.types[name]
         if not lies_along(type, 1):
             return self.turned(self.widened(op, self.turned(name), dtype, steps))
-        memory = self.memory(f"{name}_{dtype}", BufferType(dtype, type.shape), steps)
+        memory = per_step(self.b, f"{name}_{dtype}", BufferType(dtype, type.shape), steps)
         self.launch(op, name, (), dtype, memory)
         return memory
 
@@ -189,7 +182,7 @@ class ScaledMatmuls:
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
-        memory = self.memory(f"{name}_{f32}", BufferType(f32, type.shape), steps)
+        memory = per_step(self.b, f"{name}_{f32}", BufferType(f32, type.shape), steps)
         split = tuple(
             part for size, count in zip(type.shape, blocks, strict=True) for part in (count, ONE if size == count else Size(BLOCK))
         )
@@ -199,7 +192,7 @@ class ScaledMatmuls:
         return memory
 
     def by_rows_of(self, scale: str, steps: LoopSteps | None) -> str:
-        return scale if self.b.is_contiguous(scale) else self.copied(scale, self.memory(f"{scale}_packed", self.b.types[scale], steps))
+        return scale if self.b.is_contiguous(scale) else self.copied(scale, per_step(self.b, f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
         """Launches a kernel that multiplies a buffer by factors in `dtype`, and rounds once."""

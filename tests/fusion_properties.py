@@ -1,0 +1,126 @@
+"""Properties that must hold for each random fusion that is not refused: it is lowered, checked and interpreted as NumPy computes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from interpret import interpret
+from random_fusions import Array, Generator
+
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.sizes import sizes_to_check
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.rewriting import at_sizes, map_functions
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import undivided
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.tensor import block_of, holds
+
+
+def without_kernels(fusion: Fusion) -> Fusion:
+    """The same program with built-in ops instead of user kernels, for NumPy."""
+
+    def of_body(body: Fusion) -> Fusion:
+        read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
+
+        def replaced(op: Op) -> Op:
+            if op.user_kernel:
+                return replace(op, kind="multiply", operands=(read[op.result.name], 2), user_kernel=None)
+            if op.kind == "output" and op.tensors[0] in read:
+                return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
+            return op
+
+        return replace(body, body=tuple(map(replaced, body.ops)))
+
+    return map_functions(fusion, of_body)
+
+
+def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
+    """Checks that the program computes what NumPy computes. User kernels go through all analyses; interpretation replaces them by
+    ops.
+
+    A program that is impossible at its generator's sizes, such as `M/2` if M is 7, is compared at others.
+    """
+    options = options or Options(transport="auto" if seed % 5 else "one_sided")
+    host = checked(fusion, options)
+    plain = without_kernels(fusion)
+    if host and plain != fusion:
+        host = checked(plain, options)
+    if not host:
+        return False
+    others = sizes_to_check(host)
+    for sizes in (generator.sizes, *(others[(seed + i) % len(others)] for i in range(len(others)))):
+        generator.sizes |= sizes
+        if computes_at(generator, host, plain, options, seed):
+            return True
+    return False
+
+
+def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
+    """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
+    arrays = generator.arrays(plain, seed)
+    if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
+        try:  # programs do the same for uneven sizes
+            plain = at_sizes(plain, ints, [output.type for output in host.outputs])
+            made = checked(plain, options)
+        except ProgramError as error:
+            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # pieces of a shard, M/2, or N - 1 if N is 0
+                return False
+            raise
+        if made is None:
+            return False
+        host = made
+    try:
+        ranks = interpret(host, arrays)
+    except (ArgumentError, ProgramError):
+        return False  # sizes that do not divide
+    compare(host, plain, arrays, ranks, f"seed {seed}, {generator.sizes}\n{host}")
+    return True
+
+
+def checked(fusion: Fusion, options: Options) -> HostProgram | None:
+    """Host program after it has passed the static check; None if the fusion is refused."""
+    assert Fusion.parse(str(fusion)) == fusion
+    try:
+        host = lower(fusion, options)
+    except ProgramError:
+        return None  # an impossible loop
+    assert HostProgram.parse(str(host)) == host
+    try:
+        check(host, fusion=fusion)
+    except ProgramError as error:
+        if "choose sizes that are multiples of it" in str(error):  # none exist, such as N and N - 1 both even
+            return None
+        raise
+    return host
+
+
+def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
+    """Checks that every rank has its block of NumPy's results of the fusion without user kernels, and nothing of other ranks' values."""
+    with np.errstate(all="ignore"):
+        wanted = run_reference(plain, arrays)
+    for parameter, want in zip(host.results, wanted, strict=True):
+        for rank, results in enumerate(ranks):
+            if not holds(parameter.type, host.mesh, rank):
+                assert results.get(parameter.name) is None
+                continue
+            block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
+            np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"rank {rank}, {message}")
+
+
+def parts(count: int, many: int) -> list[Any]:
+    """Seeds in parts that workers share: a few by default, many more with -m slow."""
+    some = [range(count)[i::4] for i in range(4)]
+    return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
+
+
+# A stream without overlap still has results.
+IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")

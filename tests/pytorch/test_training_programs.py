@@ -1,0 +1,199 @@
+"""Programs of training: their functions, kernels, gathers, names and lines."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from compiled_fusions import unrolled_ir
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+
+
+class Rotated(nn.Module):
+    """A layer like Llama's, with one head of keys. The tables of rotary embeddings are buffers, whose values may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (32, 64), "k": (32, 16), "o": (64, 32), "gate": (32, 64), "up": (32, 64), "down": (64, 32)}
+        for name, (size_in, size_out) in sizes.items():
+            self.add_module(name, nn.Linear(size_in, size_out, bias=False))
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.randn(8, 16))
+
+    def turned(self, x: Any) -> Any:
+        return x * self.cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * self.sin
+
+    def forward(self, x: Any) -> Any:
+        q, k = (self.turned(w(x).view(2, 8, -1, 16).transpose(1, 2)) for w in (self.q, self.k))
+        k = k[:, :, None].expand(2, 1, 4, 8, 16).reshape(2, 4, 8, 16)
+        y = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+ROTATED: dict[str, Any] = {"x": "-, tp, -", "o": "-, tp, -", "down": "-, tp, -", "o.weight": "-, tp", "down.weight": "-, tp"}
+
+
+ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
+
+
+def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
+    """Both products of a derivative use one gathered value. The rotation, the activation and repeated keys write no intermediate values to
+    memory."""
+    torch.manual_seed(0)
+    module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
+    module.sin.neg_()
+    grads = []
+    for call in (compiled, module):
+        call(x).square().sum().backward()
+        grads.append([one.grad for one in (x, *module.parameters())])
+        module.zero_grad()
+        x.grad = None
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    source = compiled.backward.sources["program.cpp"]
+    kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
+    assert sum(name.endswith("_joined") for name in kernels) == 2  # rotary embeddings of queries and keys
+    assert not [name for name in kernels if "broadcast" in name]
+    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # with the weight, and for its gradient
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        logits = self.head(nn.functional.dropout(x, 0.5))
+        return {"loss": nn.functional.cross_entropy(logits, labels.view(-1)), "logits": logits}
+
+
+def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() -> None:
+    inputs = {"x": torch.randn(6, 4), "labels": torch.randint(8, (2, 3))}
+    compiled = hostweave.torch.compile(
+        Classifier().train(), hw.Mesh(tp=2), {"head.weight": "tp, -", "head.bias": "tp"}, inputs, training=True
+    )
+    program, backward = compiled.program.host, compiled.backward.host
+    assert [result.name for result in program.results][:2] == ["loss", "logits"]
+    assert [result.name for result in backward.results] == ["gradient_head_weight", "gradient_head_bias"]
+    assert {"gradient_loss", "gradient_logits", "labels"} <= {argument.name for argument in backward.arguments}
+    assert not [result.name for result in program.results if "view" in result.name]
+
+
+class Stack(nn.Module):
+    """Four layers, three of which are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16, bias=at < 3), nn.SiLU()) for at in range(4))
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_layers_of_a_step_are_functions() -> None:
+    """Forward, backward and update of equal layers with other ops between them."""
+    torch.manual_seed(3)
+    module, x = Stack().train(), torch.randn(8, 16)
+    want = copy.deepcopy(module)
+    plan = {"x": "dp, -", "layers.*.0.weight": "dp, -"}
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (module, want)]
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), plan, (x,), optimizer=optimizers[0])
+    for name, calls in (("sequential", 3), ("sequential_backward", 3), ("adamw_layer", 3)):
+        assert compiled.program.fusion_ir.count(f"function @{name}(") == 1
+        assert unrolled_ir(compiled.program).count(f"call @{name}(") == calls
+    for _ in range(3):
+        compiled(x)
+        optimizers[1].zero_grad()
+        want(x).backward()
+        optimizers[1].step()
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=lambda why, at=name: f"{at}: {why}")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.mlp(x)
+
+
+class Residuals(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(layers))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
+    """Calls of all layers except the last are a loop, also in reverse. Saved values and results are arrays of structs."""
+    plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
+    lines: set[tuple[int, ...]] = set()
+    for count in (4, 6):
+        torch.manual_seed(3)
+        module, x = Residuals(count).train(), torch.randn(8, 16, requires_grad=True)
+        between = {"x": "tp, -", **{f"layers.{layer}": "tp, -" for layer in range(count)}} if sharded else {}
+        compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), plan | between, (x,), training=True)
+        want = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+        got = torch.autograd.grad(compiled(x).square().sum(), [x, *module.parameters()])
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        sources = [one.sources["program.cpp"] for one in (compiled.program, compiled.backward)]
+        runs = [re.search(r"void Program::run\(.*?\n}\n", source, re.DOTALL)[0] for source in sources]  # type: ignore[index]
+        lines.add(tuple(run.count("\n") for run in runs))
+        assert all(run.count(f"for (int64_t i = 0; i < {count - 1}; ++i) {{") == 1 for run in runs)
+        assert re.search(rf"out\.\w+\[{count - 2} - i\]", runs[1])
+    assert len(lines) == 1, lines
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(16, 16)
+
+    def forward(self, x: Any, gate: Any) -> Any:
+        return x + gate * self.mlp(x).tanh()
+
+
+class GatedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, y: Any, gradient_y: Any, z: Any) -> Any:
+        return self.layers[1](self.layers[0](y, gradient_y), z)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
+    """Layers take values of the program, not of one another. These are resharded if their shardings differ."""
+    torch.manual_seed(3)
+    module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
+    plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), plan, tuple(given), training=True)
+    want = torch.autograd.grad(module(*given).square().sum(), [*given, *module.parameters()])
+    got = torch.autograd.grad(compiled(*given).square().sum(), [*given, *module.parameters()])
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert "call @gated(" in compiled.program.fusion_ir
