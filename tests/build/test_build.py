@@ -231,7 +231,7 @@ def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_
     assert f"figures    measured on this machine, {file_of(gpus)}" in lines_of_doctor()
     file_of(gpus).write_text("{}")
     figures.read.cache_clear()
-    assert any(line.startswith(f"figures    {file_of(gpus)}: holds no figures of a machine") for line in lines_of_doctor())
+    assert any(line.startswith(f"figures    {file_of(gpus)}: contains no valid figures of a machine") for line in lines_of_doctor())
 
 
 def test_doctor_finds_the_compiler_and_the_cpu_target(empty_cache: Path) -> None:

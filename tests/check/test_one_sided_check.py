@@ -141,12 +141,12 @@ CHECKED = {
         EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
-        "is given again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
+        "is sent again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
         "add that wait before it, or use another number",
     ),
     "a wait too many": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),
-        "rank 1 gives no such signal: add the signal, or drop this wait",
+        "rank 1 sends no such signal: add the signal, or drop this wait",
     ),
     "not waited for": (
         EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),

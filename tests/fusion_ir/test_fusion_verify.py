@@ -42,7 +42,7 @@ AS_GIVEN = [
     ("%y: f32[3] = concat(axis=0)", "text:2: concat: takes one or more operands, not 0"),
     (
         "%y: f32[9, 4] = pad(%x, low=(1,), high=(0,), value=0.0)",
-        "text:2: pad: 1 and 1 widths for the 2 dims of f32[8@x, 4]; give one a dim",
+        "text:2: pad: 1 and 1 widths for the 2 dims of f32[8@x, 4]; give one per dim",
     ),
     ("%y: f32[8, 5] = negative(%x)", "text:2: negative: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
     ("%y: f16[8, 4] = negative(%x)", "text:2: negative: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
@@ -277,7 +277,7 @@ def test_the_user_sees_his_own_line() -> None:
         hw.fusion(x=hw.bool_[4])(lambda x: -x)
 
 
-ALONE = "stream of %y: an op in a loop states its dim alone, and its algorithm; write stream(0)"
+ALONE = "stream of %y: an op in a loop states only its dim and its algorithm; write stream(0)"
 LOOPS = [
     ("4 chunks across_shards", "", ALONE),
     ("4 chunks across_shards", "stream(0, 4)", ALONE),
@@ -285,7 +285,7 @@ LOOPS = [
     ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 steps; use 1 to 4096"),
     ("M chunks across_shards", "stream(0)", "loop of %y: M chunks; give a number"),
     ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps, but takes 8 indices; write one step per index"),
-    ("4 chunks by_shard of %x", "stream(0)", "loop of %y: a matmul takes shards of an async all_gather, which %x is not"),
+    ("4 chunks by_shard of %x", "stream(0)", "loop of %y: %x is not an async all_gather whose shards a matmul reads"),
 ]
 
 

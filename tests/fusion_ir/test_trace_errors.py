@@ -151,7 +151,7 @@ ERRORS = {
     "pad": (
         "return hw.pad(x, (1, 2, 3))",
         {},
-        "4: pad: (1, 2, 3) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
+        "4: pad: (1, 2, 3) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
     ),
     "dims": (
         "return hw.expand_dims(x, 0)",
@@ -171,7 +171,7 @@ ERRORS = {
     "pad as NumPy's": (
         "return hw.pad(x, ((0, 1), (2, 3)))",
         {},
-        "4: pad: ((0, 1), (2, 3)) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
+        "4: pad: ((0, 1), (2, 3)) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
     ),
     "pad widths": ("return hw.pad(x, (-1, 2))", {}, "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to take less"),
     "pad mode": (
@@ -187,7 +187,7 @@ ERRORS = {
     "stream of a joined dim": (
         "return hw.concat([x, x]).stream(0, chunks=2)",
         {},
-        "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can walk it; stream a tensor before it",
+        "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can iterate over it; stream a tensor before it",
     ),
     "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
     "clip": ("return hw.clip(x)", {}, "4: clip: neither min nor max is given; pass one"),
@@ -394,17 +394,17 @@ ERRORS = {
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',
         {},
-        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can iterate over it; stream a tensor before it",
     ),
     "stream of a split dim": (
         'return hw.reshape(x, 4, "M/4", "K").stream(1)',
         {},
-        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can iterate over it; stream a tensor before it",
     ),
     "reduced stream": (
         "return hw.max(x, axis=1, keepdims=True).stream(1)",
         {},
-        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can walk it; stream a tensor before it",
+        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can iterate over it; stream a tensor before it",
     ),
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),

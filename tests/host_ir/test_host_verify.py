@@ -224,22 +224,22 @@ BODIES = {
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (
         "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed under `if rank.x == 0`, "
-        "which differs between ranks: only send and recv can"
+        "which differs between ranks: use send and recv there"
     ),
     "%r = rank.x + 1\nif %r == 1 {\nbroadcast %x -> %y from 0 on x\n}": (
         "text:4: @t: broadcast %x -> %y from 0 on x: a collective is not allowed under `if %r == 1`, "
-        "which differs between ranks: only send and recv can"
+        "which differs between ranks: use send and recv there"
     ),
     "%r = rank.x + 1\nfor %i in 0..2 {\nif %i == %r {\nbarrier %y on x\n}\n}": (
-        "text:5: @t: barrier %y on x: a collective is not allowed under `if %i == %r`, which differs between ranks: only send and recv can"
+        "text:5: @t: barrier %y on x: a collective is not allowed under `if %i == %r`, which differs between ranks: use send and recv there"
     ),
     "if rank.x == 0 {\ncopy %x -> %y\n} else {\ngroup {\nall_to_all %x -> %y on x\n}\n}": (
         "text:6: @t: all_to_all %x -> %y on x: a collective is not allowed under `if rank.x == 0`, "
-        "which differs between ranks: only send and recv can"
+        "which differs between ranks: use send and recv there"
     ),
     "for %i in 0..local(M, x) {\nall_reduce sum %x -> %y on x\n}": (
         "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed in a loop of local(M, x) steps, "
-        "which differ between ranks: only send and recv can"
+        "which differ between ranks: use send and recv there"
     ),
     "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications: move it out",
     # streams and events

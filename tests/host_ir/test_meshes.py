@@ -250,7 +250,7 @@ def test_a_program_of_two_meshes() -> None:
         (
             "if rank == 1 {\n" + ON_FIRST + "all_reduce sum %x -> %y on x\n}\n}\n",
             "text:4: @t: all_reduce sum %x -> %y on x: a collective is not allowed under `if rank == 1`, which differs between ranks: "
-            "only send and recv can",
+            "use send and recv there",
         ),
         (
             "send_blocks %x in 2 by [0[2] -> 2[0]] on x\n",

@@ -261,7 +261,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "heads": (lambda q: hw.attention(q, q[:, :2], q[:, :2]), "differ in their heads; use enable_gqa=True for groups of heads"),
     "lengths": (
         lambda q: hw.attention(q, q, q, lengths=hw.iota(q, "S")),
-        r"lengths of i32\[S\] are not i32\[B\], the number of valid keys of each of the batch; cast or reshape them",
+        r"lengths of i32\[S\] are not i32\[B\], the number of valid keys per batch; cast or reshape them",
     ),
     "lengths of another dtype": (
         lambda q: hw.scaled_dot_product_attention(q, q, q, lengths=hw.iota(q, "B", hw.i64)),

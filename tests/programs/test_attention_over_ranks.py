@@ -140,7 +140,10 @@ def test_keys_do_not_travel() -> None:
     ("text", "why"),
     [
         ("attention(%q, %q, %q, scale=1.0, blocks=-2)", "blocks=-2 is not a number of blocks of keys"),
-        ("attention(%q, %q, %q, %n, scale=1.0, causal=top_left, blocks=2)", "blocks of keys that have lengths have no causal mask"),
+        (
+            "attention(%q, %q, %q, %n, scale=1.0, causal=top_left, blocks=2)",
+            "lengths and a causal mask exclude each other for blocks of keys",
+        ),
         ("attention(%q, %q, %q, %m, scale=1.0, blocks=2)", "lengths of i32[2] are not i32[2, 2], the number of valid keys"),
     ],
 )

@@ -94,7 +94,7 @@ CASES = {
     ),
     "no_signal": (
         NO_SIGNAL,
-        "text:5: rank 0, the caller's stream: wait_signal 0 from 1 for %w on peers: rank 1 gives no such signal: "
+        "text:5: rank 0, the caller's stream: wait_signal 0 from 1 for %w on peers: rank 1 sends no such signal: "
         "add the signal, or drop this wait",
         "no_signal: deadlock: no rank can go on\n"
         "  rank 0 stream S: wait for signals over communicator C (program.cpp:L) waits for a signal of rank 1, 3 more behind it; "

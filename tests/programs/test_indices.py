@@ -367,11 +367,11 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda v: hw.gather(v.x, 0, v.places),
         "gather: f32[M, N] and i64[T] differ in their number of dims; use hw.expand_dims",
     ),
-    "dims of take_along_axis": (lambda v: hw.take_along_axis(v.x, v.places, 0), "take: i64[T] has no i64 index for each of the 2 dims of"),
+    "dims of take_along_axis": (lambda v: hw.take_along_axis(v.x, v.places, 0), "take: i64[T] is not an i64 tensor with as many dims as"),
     "shape of indices": (lambda v: hw.take_along_axis(v.x, v.terms.T > 0, 0), "index: not defined for bool"),
     "table": (lambda v: hw.embedding(v.ids, v.x[0]), "embedding: a weight of f32[N] is not [V, E]; reshape it"),
     "classes": (lambda v: hw.one_hot(v.ids, "1 2"), "one_hot: "),
-    "source": (lambda v: hw.scatter(v.x, 0, v.places, v.terms), "scatter: i64[T] has no i64 index for each of the 2 dims of f32[T, N]"),
+    "source": (lambda v: hw.scatter(v.x, 0, v.places, v.terms), "scatter: i64[T] is not an i64 tensor with as many dims as f32[T, N]"),
     "lengths": (
         lambda v: hw.scatter_add(v.x, 0, v.across, v.terms),
         "scatter_sum: i64[M, 3] does not have an index for each element of dim 0 of f32[T, N]; make these dims equal",
@@ -388,7 +388,10 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "reduction": (lambda v: hw.cross_entropy(v.x, v.across[:, 0], reduction="max"), "reduction='max' is not 'mean', 'sum' or 'none'"),
     "target": (lambda v: hw.cross_entropy(v.x, v.places), "f32[M, N] and a target of i64[T] are not floats [..., V] and ints [...]"),
     "bits of floats": (lambda v: v.x << v.x, "bitwise_left_shift: not defined for f32; use hw.astype to a dtype that is int or uint"),
-    "stream": (lambda v: hw.take(v.x, v.ids, 0).stream(0), "stream: dim 0 of f32[B, S, N] is looked up by a take, so no loop can walk it"),
+    "stream": (
+        lambda v: hw.take(v.x, v.ids, 0).stream(0),
+        "stream: dim 0 of f32[B, S, N] is looked up by a take, so no loop can iterate over it",
+    ),
 }
 
 

@@ -171,7 +171,7 @@ def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
 
     arrays: dict[str, Any] = integer_arrays(looped, {"M": rows, "K": 3}, seed=0)
     program = compiled(looped)
-    with pytest.warns(OverlapWarning, match=f"2 ranks do not share the {rows}") if rows % 2 else nullcontext():
+    with pytest.warns(OverlapWarning, match=f"2 ranks do not split the size {rows}") if rows % 2 else nullcontext():
         got = program.run(**arrays)
     np.testing.assert_array_equal(got, arrays["x"] @ arrays["w"])
 

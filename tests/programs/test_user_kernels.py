@@ -231,8 +231,8 @@ GOOD = "__global__ void f(const float* x, float* y) {}"
 REFUSED = {
     "threads": (
         (TWICE.replace("__nv_bfloat16", "float"), "twice", "M", ["x", hw.f32["M"], "M"]),
-        "kernel: twice uses blockIdx, which the CPU target, where one thread runs a kernel, does not have; "
-        "pass cpu= with a function for it, or walk by hw::over_grid",
+        "kernel: twice uses blockIdx, but on the CPU target one thread runs a kernel; "
+        "pass cpu= with a function for that target, or iterate by hw::over_grid",
     ),
     "no function": ((GOOD, "g"), "kernel: the source has no `__global__ void g(...)`; set name= to the function to launch"),
     "no name": ((GOOD, "f()"), "kernel: name='f()' is not the name of a C++ function"),
@@ -270,12 +270,12 @@ def test_refused(case: str) -> None:
 
 
 def test_launch_of_threads_and_blocks() -> None:
-    with pytest.raises(ProgramError, match=r"kernel: block=2048 is 1 to 1024 threads, per=1 at least 1, grid a dim or more$"):
+    with pytest.raises(ProgramError, match=r"kernel: block=2048 must be 1 to 1024 threads, per=1 at least 1, and grid at least one dim$"):
         one(GOOD, block=2048)
     with pytest.raises(ProgramError, match=r"kernel: the source for the CPU has no `void f\(...\)`; define it with the same parameters$"):
         one(GOOD, cpu="void g() {}")
     with pytest.raises(
-        ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can walk it; stream a tensor before it$"
+        ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can iterate over it; stream a tensor before it$"
     ):
         hw.fusion(x=hw.f32["M"])(lambda x: hw.kernel(GOOD, "f", 1, [x, hw.f32["M"]]).stream(0))
 

@@ -214,7 +214,7 @@ def test_a_size_that_is_fixed() -> None:
 
 def test_a_size_that_ranks_cannot_share() -> None:
     x = np.ones((7, 4), BF16)
-    with pytest.warns(OverlapWarning, match="2 ranks do not share the 7 of dim 0 of %x_gathered evenly"):
+    with pytest.warns(OverlapWarning, match="2 ranks do not split the size 7 of dim 0 of %x_gathered evenly"):
         y = MATMUL.run(x=x, w=W.astype(BF16))
     np.testing.assert_array_equal(y.astype(np.float32), np.ones((7, 4)) @ W)
 

@@ -339,7 +339,7 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert figures.measured(gpus) == SLOW
     (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
     figures.read.cache_clear()
-    with pytest.raises(ProgramError, match=r"Some_GPU_x2.json: holds no figures of a machine"):
+    with pytest.raises(ProgramError, match=r"Some_GPU_x2.json: contains no valid figures of a machine"):
         figures.measured(gpus)
 
 

@@ -25,7 +25,7 @@ _MEMORY = (
 _GPU = r"CUDA out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|Out of memory allocating [\d,]+ bytes"  # torch, CUDA, CuPy
 _THREADS = r"can't start new thread|Resource temporarily unavailable"
 _REMEDIES = {
-    _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to folders of your own with room to write",
+    _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to other folders with enough space",
     _SIZE: "raise the limit of the size of a file: ulimit -f unlimited",
     _FILES: "close files, or raise the limit of open files: ulimit -n 4096",
     _GPU: "free memory of the GPU, which other processes may hold, or pass smaller arrays",

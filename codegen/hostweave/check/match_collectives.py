@@ -84,7 +84,7 @@ _ALONE = {  # the fault if the other side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, and would mistake it for the next one", "add the wait"),
-    "wait_signal": ("gives no such signal", "add the signal, or drop this wait"),
+    "wait_signal": ("sends no such signal", "add the signal, or drop this wait"),
 }
 
 
@@ -192,7 +192,7 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
     stuck = [operations[place] for place, operations in zip(places, instances.ranks, strict=True) if place < len(operations)]
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
-            why = f"is given again before rank {part.peer} has waited for the previous one, so that a CUDA graph waits forever"
+            why = f"is sent again before rank {part.peer} has waited for the previous one, so that a CUDA graph waits forever"
             raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another number", part.instruction)
     if stuck:
         first = stuck[0]

@@ -84,8 +84,8 @@ def expect_one_thread(kernel: UserKernel) -> None:
         if found := _OF_MANY_THREADS.search(line.partition("//")[0]):
             place = Location(kernel.location.file, kernel.location.line + number) if kernel.location else None
             raise ProgramError(
-                f"kernel: {kernel.function} uses {found[1]}, which the CPU target, where one thread runs a kernel, does not have; "
-                "pass cpu= with a function for it, or walk by hw::over_grid",
+                f"kernel: {kernel.function} uses {found[1]}, but on the CPU target one thread runs a kernel; "
+                "pass cpu= with a function for that target, or iterate by hw::over_grid",
                 place,
             )
 

@@ -168,7 +168,7 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
     algorithm."""
     stream, here = op.result.stream, f"stream of %{op.result.name}"
     if loop and (stream is None or stream.chunks is not None or stream.chunking):
-        raise ProgramError(f"{here}: an op in a loop states its dim alone, and its algorithm; write stream(0)", op.location)
+        raise ProgramError(f"{here}: an op in a loop states only its dim and its algorithm; write stream(0)", op.location)
     if stream is None:
         return
     if not 0 <= stream.dim < len(op.result.type.dims):
@@ -215,7 +215,7 @@ def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
     made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
     gather = made.get(loop.gathered)
     if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":
-        return f"a matmul takes shards of an async all_gather, which %{loop.gathered} is not"
+        return f"%{loop.gathered} is not an async all_gather whose shards a matmul reads"
     ranks = fusion.mesh.size_of(step_of(gather).axes)
     return "" if loop.steps == Size(ranks) else f"it has {loop.steps} steps; write one per shard, {ranks}"
 

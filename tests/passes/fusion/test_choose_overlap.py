@@ -317,17 +317,17 @@ def test_a_block_of_a_sharded_dim_is_not_there() -> None:
         (
             "%x: f32[10@x, K]",
             "%g: f32[10, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[10, K] stream(0, 4) = negative(%g)",
-            "text:3: stream of %y overlaps nothing: 8 ranks do not share the 10 of dim 0 of %g evenly",
+            "text:3: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %g evenly",
         ),
         (
             "%x: f32[10@x, K]",
             "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
-            "text:2: stream of %y overlaps nothing: 8 ranks do not share the 10 of dim 0 of %y evenly",
+            "text:2: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %y evenly",
         ),
         (
             "%x: f32[8, 10@x]",
             "%g: f32[8, 10] stream(0, 2) = all_gather(%x, dim=1, axes=(x))",
-            "text:2: stream of %g overlaps nothing: 8 ranks do not share the 10 of dim 1 of %g evenly",
+            "text:2: stream of %g overlaps nothing: 8 ranks do not split the size 10 of dim 1 of %g evenly",
         ),
     ],
 )

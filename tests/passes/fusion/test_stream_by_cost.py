@@ -273,7 +273,9 @@ def test_links() -> None:
 def test_machine_as_json() -> None:
     assert Machine.from_json(H200.to_json(), "here") == H200
     for wrong in ("", "[]", "{}", H200.to_json().replace("put", "pot"), H200.to_json().replace('"flops": 8', '"flops": -8')):
-        with pytest.raises(ProgramError, match=r"h200.json: holds no figures of a machine .*; remove it, and run hostweave calibrate"):
+        with pytest.raises(
+            ProgramError, match=r"h200.json: contains no valid figures of a machine .*; remove it, and run hostweave calibrate"
+        ):
             Machine.from_json(wrong, "h200.json")
     with pytest.raises(ProgramError, match=r"Options: machine='H200' is not an hw.Machine"):
         Options(machine="H200")  # type: ignore[arg-type]

@@ -196,7 +196,9 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     if stop is None:
         start, stop = 0, start
     if type(start) is not int or type(step) is not int or step == 0:
-        raise ProgramError.here(f"arange: start={start!r}, step={step!r}: both are ints, and step is not 0; write hw.arange('M') + first")
+        raise ProgramError.here(
+            f"arange: start={start!r}, step={step!r}: both must be ints, and step must not be 0; write hw.arange('M') + first"
+        )
     _expect_dtype("arange", dtype)
     if dtype == bool_:
         raise ProgramError.here("arange: dtype bool is not supported; use an integer or floating dtype")
@@ -206,8 +208,8 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     else:
         count = (end - Size(start)) // step if step > 0 else None
     if count is None or count == Size(0):
-        what = "there is none" if count else "their number cannot be written as a size; count up from 0 and compute"
-        raise ProgramError.here(f"arange: of the numbers from {start} to before {end} by {step} {what}")
+        what = "there is no number" if count else "the number of elements cannot be written as a size; count up from 0 and compute"
+        raise ProgramError.here(f"arange: from {start} to before {end} by {step}, {what}")
     counted = dtype if dtype.kind in ("int", "uint") else i32
     numbers = record("iota", target=TensorType(counted, (Dim(count),)), written="arange")
     numbers = numbers if step == 1 else numbers * step
@@ -379,7 +381,9 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     if mode != "constant":
         raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; build other modes from slices and hw.concat")
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
-        raise ProgramError.here(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first")
+        raise ProgramError.here(
+            f"pad: {tuple(pad)} is not a list of (before, after) for up to {x.ndim} dims of {x.type}, the last dim first"
+        )
     if not fits(value, x.dtype):
         raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
     rest = (0,) * (x.ndim - len(pad) // 2)

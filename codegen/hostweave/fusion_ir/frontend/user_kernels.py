@@ -136,7 +136,7 @@ def _check(source: UserKernel) -> None:
         raise ProgramError.here(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args")
     if not 1 <= source.block <= MAX_BLOCK or source.per < 1 or not source.grid:
         raise ProgramError.here(
-            f"kernel: block={source.block} is 1 to {MAX_BLOCK} threads, per={source.per} at least 1, grid a dim or more"
+            f"kernel: block={source.block} must be 1 to {MAX_BLOCK} threads, per={source.per} at least 1, and grid at least one dim"
         )
     declared = source.signature
     if declared is None:

@@ -79,10 +79,10 @@ def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, Tenso
         why_no_lengths(q, masks["lengths"], blocks) if "lengths" in masks else "",
         why_no_bias(q, k, masks["bias"]) if "bias" in masks else "",
         why_no_offsets(q, k, masks["offsets"]) if "offsets" in masks else "",
-        "blocks of keys that have lengths have no causal mask; leave one of them out"
+        "lengths and a causal mask exclude each other for blocks of keys; leave one of them out"
         if "lengths" in masks and op[CAUSAL] and blocks
         else "",
-        "sequences that are packed have no lengths, bias or blocks; leave one of them out"
+        "packed sequences support no lengths, bias or blocks; leave one of them out"
         if op[IS_PACKED] and (len(masks) > 1 or blocks)
         else "",
     )
@@ -102,7 +102,7 @@ def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, .
     """Reason why a tensor cannot be the number of keys of each batch, or ""."""
     wanted = TensorType(i32, tuple(Dim(size) for size in (*blocks, *query.shape[:-3])))
     is_so = (lengths.dtype, lengths.shape) == (i32, wanted.shape)
-    return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys of each of the batch; cast or reshape them"
+    return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys per batch; cast or reshape them"
 
 
 def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:

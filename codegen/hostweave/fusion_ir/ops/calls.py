@@ -85,7 +85,10 @@ def _repeat(types: Types, op: Op) -> TensorType:
         or not {*apart} <= {*operands}
         or not {*op[RETURNED]} <= {*results}
     ):
-        raise Mismatch(f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; number each of them once")
+        raise Mismatch(
+            f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; "
+            "each, lagged, carried and returned must name each at most once"
+        )
     taken = [*function.inputs, *(function.inputs[at] for at in op[LAGGED])]
     for value, wanted, given in zip(taken, _taken_types(op), types, strict=True):
         if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):

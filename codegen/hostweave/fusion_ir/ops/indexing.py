@@ -83,7 +83,7 @@ def _one(type: TensorType, axis: int) -> TensorType:
 
 def _at(index: TensorType, axis: int, beside: TensorType) -> None:
     if index.dtype != i64 or len(index.dims) != len(beside.dims):
-        raise Mismatch(f"{index} has no i64 index for each of the {len(beside.dims)} dims of {beside}; use index, and hw.expand_dims")
+        raise Mismatch(f"{index} is not an i64 tensor with as many dims as {beside}; use index, and hw.expand_dims")
 
 
 def _take(types: Types, op: Op) -> TensorType:

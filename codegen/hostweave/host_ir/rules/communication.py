@@ -30,9 +30,9 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
-            c.fail(f"a collective is not allowed under `if {scope.condition}`, which differs between ranks: only send and recv can")
+            c.fail(f"a collective is not allowed under `if {scope.condition}`, which differs between ranks: use send and recv there")
         if scope.steps is not None:
-            c.fail(f"a collective is not allowed in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
+            c.fail(f"a collective is not allowed in a loop of {scope.steps} steps, which differ between ranks: use send and recv there")
         if channel.mesh != c.mesh:
             c.fail(f"all ranks of the channel must execute a collective, and it is on {channel.mesh}: use a channel on {c.mesh}")
     return channel

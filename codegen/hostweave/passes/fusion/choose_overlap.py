@@ -303,7 +303,7 @@ class _Choice:
                 ranks, is_moved = type.mesh_in(self.mesh).size_of(own.axes), member.op.kind in TO_OTHER_MESHES
                 changes = is_moved or len({other.dims[dim].axes for other in types}) > 1
                 if (dim == member.dim or changes) and own.size.is_int and int(own.size) % ranks:
-                    return f"{ranks} ranks do not share the {own.size} of dim {dim} of %{member.name} evenly"
+                    return f"{ranks} ranks do not split the size {own.size} of dim {dim} of %{member.name} evenly"
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
