@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, MESH_AXES, OFFSET
 from hostweave.fusion_ir.ops.definition import OpDef
-from hostweave.kernel_ir.loops import COUNTED, ONE, LoopDim, Loops, merged, stored
+from hostweave.kernel_ir.loops import ONE, LoopDim, Loops, merged, stored
 from hostweave.types.size import Atom, Size, product
 from hostweave.types.tensor import BufferType
 
@@ -55,7 +55,7 @@ class KernelFacts:
             *self.kernel.sizes,
             *(size for dim in self.ir.dims for size in (dim.size, *dim.strides)),
             *(size for lane in self.ir.lanes.values() for size in (lane.size, lane.stride)),
-            *(self.types[op.tensors[1]].shape[0] for op in self.ops if op.kind in COUNTED),
+            *(self.types[op.tensors[1]].shape[0] for op in self.ops if OPS[op.kind].counts),
             *(end for operands in self.walked.joined.values() for spans in operands for span in spans for end in (span.start, span.end)),
         )
 

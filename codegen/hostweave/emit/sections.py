@@ -12,7 +12,7 @@ from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
-from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, gathers_in_order, index_at, stored
+from hostweave.kernel_ir.loops import ONE, ZERO, gathers_in_order, index_at, stored
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 
@@ -154,7 +154,7 @@ class Section:
     def operands(self, name: str) -> Iterator[str]:
         """Operands of a value that this scope has to compute first. There are none if the value is not an expression of its operands."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
-        if op and OPS[op.kind].cpp and op.kind not in COUNTED and not self.is_held(name):
+        if op and OPS[op.kind].cpp and not OPS[op.kind].counts and not self.is_held(name):
             tensors = op.tensors[1:2] if OPS[op.kind].gathers else op.tensors  # `place` and `moved_element` read the others
             yield from (o for o in tensors if not self.outer or o not in self.kernel.ir.outside)
 
@@ -262,7 +262,7 @@ class Section:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):
             return self.total(op)
-        if op.kind in COUNTED:
+        if OPS[op.kind].counts:
             ids, rows = op.tensors
             return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
         if OPS[op.kind].gathers:

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, COUNTED, Loops, Walk
+from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, Loops, Walk
 from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
@@ -98,7 +98,7 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 def _operands(op: Op) -> tuple[str, ...]:
     """Operands of which the op uses elements."""
-    return op.tensors[:1] if op.kind in COUNTED else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
+    return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:

@@ -30,7 +30,6 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, DType, row_major
 
 ZERO, ONE = Size(0), Size()
-COUNTED = ("index", "start")  # ops that use only the size of their second operand
 OUTERMOST = "outermost"  # symbol for the outermost size
 
 # Distributions of the iterations over threads.

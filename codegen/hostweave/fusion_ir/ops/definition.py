@@ -87,6 +87,8 @@ class OpDef:
     whole: str = ""  # participle that says what the op does to a dim that it needs completely
 
     is_view: bool = False  # pointer arithmetic on local data, without a kernel or call
+    cuts: bool = False  # a view of some of the elements
+    counts: bool = False  # it uses only the size of its second operand
     is_reshard_step: bool = False  # one communication or local slice, which the attributes determine
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 

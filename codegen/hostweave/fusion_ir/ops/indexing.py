@@ -4,6 +4,7 @@ For each indexed dim, an op has an operand `rows`: the global indices of the dim
 dim may be sharded. A `take` reads zeros at other indices, and a `scatter` skips them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
@@ -61,18 +62,10 @@ def _indices(types: Types, op: Op) -> IndexMap:
     return IndexMap((labels, (INDEXED,)), labels, unwalked=frozenset((INDEXED,)))
 
 
-OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up")
+OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up", counts=True)
 
 # Clamps the start of a slice to the valid range.
-OPS["start"] = OpDef(
-    2,
-    _index,
-    _indices,
-    lambda np, ids, rows: np.clip(ids, 0, len(rows) - 1).astype(np.int64),
-    cpp="hw::start({0}, {1})",
-    cost=2,
-    whole="looked up",
-)
+OPS["start"] = replace(OPS["index"], numpy=lambda np, ids, rows: np.clip(ids, 0, len(rows) - 1).astype(np.int64), cpp="hw::start({0}, {1})")
 
 # --- gather -----------------------------------------------------------------------------------------------------------
 

@@ -58,14 +58,9 @@ def _reshard_step(types: Types, op: Op) -> TensorType:
     return unsharded(x)
 
 
-def _step(kind: str, *facts: Attribute[Any], target: str = "", is_view: bool = False, to_other_mesh: bool = False) -> None:
+def _step(kind: str, *attributes: Attribute[Any], **facts: Any) -> None:
     """Defines a reshard step. `target` is "sharding" if the attributes do not determine the sharding of the result."""
-    OPS[kind] = OpDef(
-        *(1, _reshard_step, elementwise, lambda np, x, **_: x, facts, target),
-        is_view=is_view,
-        is_reshard_step=True,
-        to_other_mesh=to_other_mesh,
-    )
+    OPS[kind] = OpDef(1, _reshard_step, elementwise, lambda np, x, **_: x, attributes, is_reshard_step=True, **facts)
 
 
 OPS["collective_permute"] = OpDef(
@@ -84,7 +79,7 @@ OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
 # Steps of reshards. Among plans with equal bytes and equally many steps, the earlier kind is preferred.
-_step("shard", DIM, MESH_AXES, is_view=True)
+_step("shard", DIM, MESH_AXES, is_view=True, cuts=True)
 _step("all_gather", DIM, MESH_AXES)
 _step("permute_shards", MESH_AXES, SOURCES, target="sharding")
 _step("all_to_all", DIM, TO, MESH_AXES)

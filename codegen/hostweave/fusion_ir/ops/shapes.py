@@ -215,8 +215,8 @@ OPS["broadcast_to"] = OpDef(
     linear="first",
     **_SAME,
 )
-_view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX)
-_view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced")
+_view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX, cuts=True)
+_view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced", cuts=True)
 OPS["concat"] = OpDef(
     *(None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,)),
     whole="joined",

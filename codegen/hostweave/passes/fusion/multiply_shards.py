@@ -24,11 +24,12 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.rewriting import consumers
+from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.tune.overlaps import product_by_shards
 from hostweave.types.size import Size
 
-EPILOGUES = ("add", "relu", "gelu_tanh")  # ops that a matmul can apply as its epilogue, also in a chunk loop
+EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that a matmul can apply as its epilogue, also in a chunk loop
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:

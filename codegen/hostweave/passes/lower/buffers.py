@@ -18,8 +18,6 @@ from hostweave.passes.lower.placement import Placement, reversed_view
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-CUTS = ("slice", "select")
-
 
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
@@ -168,7 +166,7 @@ class Buffers:
             self.buffer_of(result.name)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
-        if op.kind in CUTS:
+        if OPS[op.kind].cuts:
             shift = steps.splits(self.flow.values[source], dim) - steps.drops_dim
             self.chunks[result.name] = self._cut(op, here, shift if op[AXIS] > dim else 0, wanted)
         else:
@@ -200,7 +198,7 @@ class Buffers:
         with self.b.hoisted():
             if op.kind == "permute_dims":
                 return self.b.permute(source, op[ORDER], name)
-            if op.kind in CUTS:
+            if OPS[op.kind].cuts:
                 return self._cut(op, source, 0, name)
             shape = self.flow.local(op.result).shape
             try:

@@ -23,8 +23,6 @@ from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType
 
-REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views that show all elements
-
 MOST_JOINED = 16  # largest number of operands that one kernel concatenates
 
 HEADS = 5  # number of first operands of an attention op that may have any strides
@@ -146,9 +144,14 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
         users = flow.consumers[op.result.name]
         is_returned = op.result.name in flow.fusion.outputs and not users
         is_merged = op.kind == "permute_dims" and bool(users) and all(user.kind == "reshape" and _merges(flow, user) for user in users)
-        if op.kind in REVERSIBLE and (is_returned or is_merged):
+        if _is_reversible(op) and (is_returned or is_merged):
             found |= _chain(flow, op, flow.local(op.result), parts)
     return found
+
+
+def _is_reversible(op: Op) -> bool:
+    """True for a view that shows all elements."""
+    return OPS[op.kind].is_view and not OPS[op.kind].cuts
 
 
 def _merges(flow: Dataflow, op: Op) -> bool:
@@ -166,7 +169,7 @@ def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOp
         memory = reversed_view(flow, op, "").type_of(memory)
     except ValueError:
         return {}
-    if made.kind in REVERSIBLE:
+    if _is_reversible(made):
         rest = _chain(flow, made, memory, parts)
         return {name: op, **rest} if rest else {}
     return {name: op} if made.kind not in RESHARD_STEPS and _writes_strided(flow, made) and name not in parts else {}
