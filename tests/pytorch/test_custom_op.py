@@ -58,7 +58,7 @@ def test_ranks_of_a_group_call_it(op: Any) -> None:
 
 def test_mistakes(op: Any) -> None:
     program = hw.compile(mlp, target="cpu")
-    with pytest.raises(ArgumentError, match="as_torch_op: 'mlp' is not an op's name; write it with a namespace, as 'mylib::mlp'"):
+    with pytest.raises(ArgumentError, match="as_torch_op: 'mlp' is not the name of an op; write it with a namespace, such as 'mylib::mlp'"):
         hostweave.torch.as_torch_op(program, "mlp")
     with pytest.raises(ArgumentError, match="as_torch_op: op hostweave_tests::mlp already exists; choose another name"):
         hostweave.torch.as_torch_op(program, "hostweave_tests::mlp")

@@ -175,8 +175,8 @@ def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
 
 def test_what_fully_shard_says_and_is_not_compiled(mesh: Any) -> None:
     module, inputs = prepared(mesh), (torch.randn(3, 8), torch.randn(8))
-    with pytest.raises(ProgramError, match=r"fully_shard has a mesh of dims \('dp',\); name them as the axes of mesh\(tp=2\)"):
+    with pytest.raises(ProgramError, match=r"fully_shard has a mesh of dims \('dp',\); name them like the axes of mesh\(tp=2\)"):
         hostweave.torch.compile(module, hw.Mesh(tp=2), example_inputs=inputs)
     module.set_gradient_divide_factor(2.0)
-    with pytest.raises(ProgramError, match="set_gradient_divide_factor is not compiled; leave it out, and multiply the loss instead"):
+    with pytest.raises(ProgramError, match="set_gradient_divide_factor is not compiled; omit it, and multiply the loss instead"):
         hostweave.torch.compile(module, mesh, example_inputs=inputs, training=True)

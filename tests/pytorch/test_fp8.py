@@ -107,7 +107,7 @@ def test_mistakes() -> None:
         with pytest.raises(ProgramError, match=message):
             hostweave.torch.compile(module, hw.Mesh(tp=2), plan, (x,), fp8=fp8)
 
-    fails("the plan has no weight of a linear", "row", {})
+    fails("the plan states no weight of a linear", "row", {})
     fails("there is no scaling 'rows'; did you mean row", "rows")
     fails('fp8: "gate" matches none of the linears', {"gate": "row"})
     fails("fp8=3 is neither one of row, tensor, block nor a dict of names", 3)
@@ -176,7 +176,7 @@ def test_weights_of_checkpoints(ranks: int) -> None:
 def test_weights_of_checkpoints_that_are_refused() -> None:
     module, x = Quantised().eval(), torch.randn(16, 256, dtype=torch.bfloat16)
     module.up.block_size = (64, 128)
-    with pytest.raises(ProgramError, match=r"its scales are of blocks of \(64, 128\); use those of 128 x 128"):
+    with pytest.raises(ProgramError, match=r"its scales are for blocks of \(64, 128\); use blocks of 128 x 128"):
         hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,))
     module.up.activation_scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ProgramError, match="its scales of activations are stored; use the checkpoint whose activation_scheme is dynamic"):

@@ -159,7 +159,7 @@ def test_refusals() -> None:
     ids = torch.ones(1, 4).long()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
     for wrong in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
-        with pytest.raises(ArgumentError, match="programs write to a static cache; leave use_cache and cache_implementation out"):
+        with pytest.raises(ArgumentError, match="programs write to a static cache; omit use_cache and cache_implementation"):
             model.generate(ids, **wrong)
-    with pytest.raises(ArgumentError, match="the cache is a DynamicCache, which grows; pass a StaticCache, or leave it out"):
+    with pytest.raises(ArgumentError, match="the cache is a DynamicCache, which grows; pass a StaticCache, or omit it"):
         model.generate(ids, max_new_tokens=2, cache=transformers.DynamicCache(config=module.config))

@@ -48,7 +48,7 @@ LAYER = Layer().eval()
 
 
 def test_a_sparse_tensor() -> None:
-    message = r"Layer: example_inputs\[0\] is a tensor of torch.sparse_csr, and only those of torch.strided .*; pass its to_dense\(\)"
+    message = r"Layer: example_inputs\[0\] is a tensor of torch.sparse_csr, but only torch.strided is supported; pass its to_dense\(\)"
     with pytest.raises(ProgramError, match=message), pytest.warns(UserWarning, match="beta"):
         compiled(inputs=(X.to_sparse_csr(),))
 
@@ -69,18 +69,18 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"up": ColwiseParallel(), "up.weight": "-, tp"},
         'plan: up.weight is sharded as "tp, -" by "up" and as "-, tp" by "up.weight"; keep one',
     ),
-    "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dims, and up.weight has 2; write one of "tp" and "-" for each dim'),
-    "too many dims": ({"up.bias": "tp, -"}, 'plan: "up.bias" states 2 dims, and up.bias has 1'),
+    "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dims, but up.weight has 2; write one of "tp" and "-" for each dim'),
+    "too many dims": ({"up.bias": "tp, -"}, 'plan: "up.bias" states 2 dims, but up.bias has 1'),
     "no such axis": ({"up.weight": "dp, -"}, r"""plan: "up.weight": "dp, -": mesh\(tp=2\) has no axis 'dp'; its axes: tp"""),
-    "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp shards two dims; it can shard one'),
-    "no text": ({"up.weight": 0}, r'plan: "up.weight": 0 is neither text such as "tp, -" nor a ParallelStyle of torch'),
+    "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp shards two dims; use it for one dim'),
+    "no text": ({"up.weight": 0}, r'plan: "up.weight": 0 is neither a str such as "tp, -" nor a ParallelStyle of torch'),
     "style of an activation": ({"act": ColwiseParallel()}, "plan: act is a ReLU, but ColwiseParallel supports only Linear and Embedding"),
     "unknown style": (
         {"up": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())},
         "plan: up: PrepareModuleOutput is not supported; use ColwiseParallel, ",
     ),
     "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, but 3 are stated; write an axis or - for each dim"),
-    "input": ({"x": "-"}, 'plan: "x" states 1 dims, and x has 2'),
+    "input": ({"x": "-"}, 'plan: "x" states 1 dims, but x has 2'),
 }
 
 
@@ -258,10 +258,10 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         r"layer: x: expected f32\[2, 8\], got f32\[4, 8\]",
     ),
     "no program": (lambda c, op: as_torch_op(product, "a::b"), "as_torch_op: .* is not a compiled program; pass hw.compile"),
-    "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not an op's name; write it with a namespace"),  # type: ignore[arg-type]
+    "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not the name of an op; write it with a namespace"),  # type: ignore[arg-type]
     "a name with a dash": (
         lambda c, op: as_torch_op(PRODUCT, "my-lib::product"),
-        "as_torch_op: 'my-lib::product' is not an op's name; ",
+        "as_torch_op: 'my-lib::product' is not the name of an op; ",
     ),
     "donated": (lambda c, op: as_torch_op(hw.compile(updated), "a::updated"), "as_torch_op: updated donates x; a torch op cannot"),
     "dtype of an op": (lambda c, op: op(X.double(), W), r"product: x: expected f32\[M, K\], got f64\[4, 8\]; cast it, or compile for f64"),

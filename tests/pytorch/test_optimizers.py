@@ -214,7 +214,7 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(dict(optimizers[0].state[one]), dict(optimizers[1].state[other]), rtol=1e-3, atol=1e-5)
     assert scalers[0].get_scale() == 2.0**14  # down twice, up twice
-    with pytest.raises(ProgramError, match=r"scaler: 2\.0 is not a torch\.amp\.GradScaler; pass one, or leave scaler= out"):
+    with pytest.raises(ProgramError, match=r"scaler: 2\.0 is not a torch\.amp\.GradScaler; pass one, or omit scaler="):
         compiled(module, optimizers[0], ranks, scaler=2.0)
 
 
@@ -249,8 +249,8 @@ class Chooses(Lion):
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "closure": (lambda of: torch.optim.LBFGS(of), "step of LBFGS is not recorded: TypeError: .*closure.*; leave optimizer= out"),
-    "by values": (lambda of: Chooses(of), "the step of Chooses is not recorded: .*; leave optimizer= out"),
+    "closure": (lambda of: torch.optim.LBFGS(of), "step of LBFGS is not recorded: TypeError: .*closure.*; omit optimizer="),
+    "by values": (lambda of: Chooses(of), "the step of Chooses is not recorded: .*; omit optimizer="),
     "several": (lambda of: 0.1, "0.1 is not a torch.optim.Optimizer; pass one that has the parameters"),
 }
 

@@ -61,50 +61,52 @@ def compile(
     microbatches: int = 1,
     loss: Callable[..., torch.Tensor] | None = None,
 ) -> Any:
-    """Compiles a module for the ranks of a mesh: its forward pass, with `training` its backward pass, with `optimizer` a whole step.
+    """Compiles a module for the ranks of a mesh: its forward pass, with `training` also its backward pass, with `optimizer` a whole step.
 
-    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may omit the first
-    words of a path, and its last word must match the last word of the path:
+    `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. Names may have wildcards. A pattern may omit the
+    first words of a path, but its last word must match the last word of the path. An entry is one of:
 
-    - a parameter, a buffer or an input: `"q_proj.weight": "tp, -"`, for each dim a mesh axis (`dp+tp` for two) or `-`;
+    - a parameter, a buffer or an input, with a mesh axis (`dp+tp` for two axes) or `-` for each dim: `"q_proj.weight": "tp, -"`;
     - the result of a module: `"layers.*": "-, tp, -"`;
-    - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel,
+    - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel or
       PrepareModuleInput.
 
-    A parameter that is a DTensor has a sharding already. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are the
-    inputs of one rank: tensors whose first dim equals that of the first tensor are sharded by rows. Results have the rank's rows, and a
-    loss is the loss of all rows. All other shardings are inferred; outputs are replicated unless the plan names the module that returns
-    them.
+    A parameter that is a DTensor is sharded already. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are then the
+    inputs of one rank: tensors whose first dim equals that of the first tensor are sharded along it. Results have the rows of the rank, and
+    a loss is the loss over the rows of all ranks. All other shardings are inferred. Outputs are replicated, unless the plan names the
+    module that returns them.
 
-    `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: torch.export records the graph for them. Sizes
-    are fixed except for `dynamic_shapes`, which has the form of torch.export. Repeated modules, such as layers, become one function of the
-    generated program. If one axis shards a parameter and the first dim of an input, the parameter is gathered for use, unless the axis is
-    named tp. `target` is "cuda" if the parameters are on a GPU, otherwise "cpu".
+    `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for them.
+    Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Repeated modules, such as layers, become one
+    function of the generated program. If the same axis shards a parameter and the first dim of an input, the parameter is gathered before
+    use, unless the axis is named tp. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
 
-    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program of the
-    forward pass, the backward pass and the optimizer's step in place. The module must return one scalar, the loss. The step of a
-    torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and its state.
+    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program for the
+    forward pass, the backward pass and the optimizer's step, which updates parameters in place. The module must return one scalar, the
+    loss. The step of a torch.optim.Optimizer is recorded by running its code. It must consist of ATen ops on a parameter, its gradient and
+    its state.
 
-    `clip_grad_norm` is the largest norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N`
-    the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean. `scaler` is a torch.amp.GradScaler:
-    a call that updates also does the work of its `scale`, `unscale_`, `step` and `update`, for 16-bit gradients.
+    `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
+    of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
+    torch.amp.GradScaler for 16-bit gradients. A call that updates parameters also does the work of its methods `scale`, `unscale_`, `step`
+    and `update`.
 
-    With `fp8=` the linears whose weights are in the plan are computed in 8-bit floats. "row" and "tensor" use one scale for each row or
-    tensor. "block" uses one for 128 elements of activations, and for 128 x 128 elements of weights. `fp8={"q_proj": "row"}` names linears
-    by patterns, like the plan. The program quantises activations and weights to f8e4m3; the stored weights do not change. Gradients are
+    With `fp8=`, linears whose weights are in the plan are computed in 8-bit floats. "row" and "tensor" use one scale per row or per tensor.
+    "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}` selects linears
+    by patterns, as in the plan. The program quantises activations and weights to f8e4m3. The stored weights do not change. Gradients are
     f8e4m3, or f8e5m2 with "tensor".
 
-    With `fullgraph=False` unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
+    With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions. It runs
     the regions between the breaks as programs, and the rest eagerly. Its `explain` lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
-    pp for the stages, with stage s at place `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch,
-    which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last
-    argument; without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble"; "auto" lets the
-    cost model choose the order. `optimizer` has the parameters of all stages; a rank keeps only state of its stages. `clip_grad_norm` is
-    then the largest norm over all stages.
+    pp for the stages. Stage s is at coordinate `s % pp`. A stage takes the results of the previous one. `example_inputs` is a whole batch.
+    A call splits it along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last argument of
+    a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto" the
+    cost model chooses the order. `optimizer` has the parameters of all stages, but a rank keeps only the state for its stages.
+    `clip_grad_norm` is then the maximum norm over all stages.
 
-    Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops with the lines
+    Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops, with the lines
     that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
@@ -118,7 +120,7 @@ def compile(
     if isinstance(module, Pipe | list | tuple):
         single = {"fp8": fp8, "dynamic_shapes": dynamic_shapes, "scaler": scaler}
         if unfit := [name for name, value in single.items() if value is not None]:
-            raise ProgramError(f"hostweave.torch.compile: {unfit[0]}= is not supported for a pipeline; leave it out")
+            raise ProgramError(f"hostweave.torch.compile: {unfit[0]}= is not supported for a pipeline; omit it")
         if accumulate != 1:
             why = "accumulate= is not supported for a pipeline, whose call adds the gradients of its micro-batches"
             raise ProgramError(f"hostweave.torch.compile: {why}; pass more microbatches=")

@@ -1,4 +1,5 @@
-"""Caches of transformers as arguments of a compiled module. Their tensors are inputs; everything else must be equal to compile time."""
+"""Caches of transformers as arguments of a compiled module. Their tensors are inputs. All other attributes must equal those at compile
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 
 class Form:
-    """A cache without its tensors. Two forms are equal if a program that was compiled for one accepts the other."""
+    """A cache without its tensors. If two forms are equal, a program that was compiled for one also accepts the other."""
 
     def __init__(self, cache: Any):
         self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
@@ -35,7 +36,7 @@ class Form:
 
     @property
     def names(self) -> list[str]:
-        """A name for each tensor: `keys_3` for the keys of layer 3."""
+        """A name for each tensor, such as `keys_3` for the keys of layer 3."""
         held = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         of: dict[int, str] = {}
         for number, state in enumerate(held):
@@ -45,7 +46,7 @@ class Form:
         return [of[place] for place, leaf in enumerate(self.leaves) if leaf is None]
 
     def cache(self, tensors: Any) -> Any:
-        """A cache of this form."""
+        """Creates a cache of this form with the given tensors."""
         given = iter(tensors)
         held = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
         made, *layers = (object.__new__(of) for of in self.classes)
@@ -56,7 +57,7 @@ class Form:
 
 
 def _held(cache: Any) -> list[dict[str, Any]]:
-    """The attributes of a cache and of its layers."""
+    """Attributes of a cache, followed by those of each layer."""
     return [_sorted({name: value for name, value in vars(cache).items() if name != "layers"}), *(_sorted(vars(x)) for x in cache.layers)]
 
 
@@ -65,13 +66,13 @@ def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class() -> type | None:
-    """Class of all caches, if transformers is imported."""
+    """Base class of all caches of transformers, or None if transformers is not imported."""
     module = sys.modules.get("transformers.cache_utils")
     return getattr(module, "Cache", None)
 
 
 def caches_in(given: Any) -> Iterator[Any]:
-    """The caches among arguments or results."""
+    """Yields the caches among arguments or results."""
     if (of := _class()) is not None:
         for leaf in pytree.tree_leaves(given, is_leaf=lambda one: isinstance(one, of)):
             if isinstance(leaf, of):
@@ -79,7 +80,7 @@ def caches_in(given: Any) -> Iterator[Any]:
 
 
 def register(given: Any) -> None:
-    """Registers the classes of these caches, and of returned caches, as pytrees of torch."""
+    """Registers the classes of the given caches, and of caches that modules return, as pytrees of torch."""
     returned = getattr(sys.modules.get("transformers.cache_utils"), "DynamicCache", None)
     for of in {*map(type, caches_in(given)), *((returned,) if returned else ())}:
         if of not in pytree.SUPPORTED_NODES:
@@ -104,43 +105,43 @@ def _with_keys(cache: Any) -> Any:
 
 
 def _not_loaded(_: str) -> Any:
-    raise NotImplementedError("a cache is not part of a graph that is saved")
+    raise NotImplementedError("a graph with a cache cannot be saved")
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if a layer has tensors of more than one element. A cache without tensors gets them at its first call."""
+    """True if a layer has tensors with at least one dim. A cache without tensors gets them at its first call."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
 def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a cache, by name."""
+    """Shapes of a cache's tensors, by name."""
     tensors, form = _flat(cache)
     return {name: tuple(tensor.shape) for name, tensor in zip(form.names, tensors, strict=True)}
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """A cache of zeros with the global sizes, for a rank's cache. `whole` has the global sizes of sharded dims by name, and 0 for other
-    dims."""
+    """Returns a cache of zeros with global sizes, for the cache of a rank. `whole` maps names to global sizes of sharded dims, and has 0
+    for other dims."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
 
 
 class Snapshot:
-    """The contents of a cache at one moment."""
+    """Contents of a cache at one point in time."""
 
     def __init__(self, cache: Any):
         self._held = _held(cache)
 
     def equals(self, cache: Any) -> bool:
-        """True if the cache holds the same tensors, in the same memory, and equal other values."""
+        """True if the cache has the same tensors in the same memory, and its other values are unchanged."""
         if len(cache.layers) != len(self._held) - 1:
             return False
         return all(_holds(vars(one), held) for one, held in zip((cache, *cache.layers), self._held, strict=True))
 
 
 def _holds(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    if list(now) == list(before) and all(map(is_, now.values(), before.values())):  # usual between tokens, and compared without Python
+    if list(now) == list(before) and all(map(is_, now.values(), before.values())):  # the usual case, compared in C
         return True
     return all(name in now and _is_same(now[name], value) for name, value in before.items())
 
@@ -150,15 +151,16 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and _holds(now, before)
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call replaces objects, but not their memory
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call may replace tensor objects, but not their memory
         return (now.data_ptr(), now.shape, now.dtype) == (before.data_ptr(), before.shape, before.dtype)
     return type(now) is type(before) and bool(now == before)
 
 
 class Kept:
-    """Tensors of a cache, for the next cache of the same sizes. A graph that was captured before then uses the same memory.
+    """Keeps the tensors of a cache for the next cache with the same sizes. A graph that was captured for them can then be launched again.
 
-    `allocated` is the form of the cache before its first call, and `sizes` the values that determine its sizes.
+    `empty` is the form of the cache before its tensors were allocated, and `allocated` its form afterwards. `sizes` are the values that
+    determine the sizes of the tensors.
     """
 
     def __init__(self, cache: Any, empty: Form, allocated: Form, sizes: object):
@@ -166,7 +168,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Gives the tensors, set to 0, to a cache without tensors. Returns False if another cache has them, or if they do not fit."""
+        """Gives the tensors, set to 0, to a cache without tensors. Returns False if another cache still uses them or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:
@@ -178,7 +180,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Updates the caches of a call like the module does: copies attributes other than tensors from the returned caches."""
+    """Updates the caches of a call as the module does: copies the attributes of the returned caches to the given ones."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:
@@ -187,12 +189,12 @@ def continued(given: Any, returned: Any) -> None:
                     vars(own).update(vars(new))
 
 
-Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # the number of each layer that is asked for tensors, and for which
+Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a layer, arguments of its request for tensors)
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
-    """The tensors that a module requests of layers without any, while `run` calls it. `run` takes a copy of the cache, and a function that
-    converts other arguments to tensors without memory.
+    """Returns the requests for tensors that a module makes to layers of a cache that have none. `run` calls the module. It gets a copy of
+    the cache, and a function that converts other arguments to tensors without memory.
     """
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
@@ -202,14 +204,14 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Modules take the same branch as in torch.export. For example, experts use ops that fake tensors support.
+    # Inside torch.export, modules take other branches. The patch selects the same ones: experts then use ops that fake tensors support.
     with patch.object(torch.compiler, "_is_compiling_flag", True), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked
 
 
 def allocate(cache: Any, asked: Requests) -> None:
-    """Allocates the tensors of layers without any."""
+    """Allocates the requested tensors in the layers of a cache."""
     for number, args, kwargs in asked:
         args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
         cache.layers[number].lazy_initialization(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A compiled module, which is called like the original one and reads its tensors in place."""
+"""A compiled module. It is called like the original one, and reads the tensors of that module in place."""
 
 from __future__ import annotations
 
@@ -33,40 +33,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_traced(call: F) -> F:
-    """Makes torch.compile run a function eagerly."""
+    """Excludes a function from torch.compile, which then runs it eagerly."""
     why = "torch cannot trace a module that hostweave compiled; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
     return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Copies:
-    """Copies of blocks whose layout a program cannot read in place, by name."""
+    """Copies of those tensors, by name, that a program cannot read in place because of their layout."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
         self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Renews all copies, because torch does not count every write. Called before each call, and before each launch of a graph on its
-        stream."""
+        """Updates all copies. torch does not count every write to a tensor, so this runs before each call, and on the launch's stream
+        before each launch of a graph."""
         for name, tensor in self._tensors.items():
             with _on(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
 
 
 def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the stream of a launch the current one, if a stream is given."""
+    """Makes the stream of a launch the current stream, if one is given."""
     if stream is None or tensor.device.type == "cpu":
         return nullcontext()
     try:
         return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # not a stream; the launch reports it
+    except TypeError:  # not a stream, which the launch reports
         return nullcontext()
 
 
 class ProgramPart:
-    """A program and the tensors of the module that it reads. It is called with the other tensors, by name. `numbers` maps its arguments to
-    the arguments of the joint graph of forward and backward pass. In a group, if each rank has a whole tensor that the plan shards by
-    columns, the program takes the whole tensor, because a block of columns is not contiguous.
+    """A program, and the module's tensors that it reads. It is called with all other inputs, by name.
+
+    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns is not contiguous.
+    If ranks of a group have whole tensors that the plan shards by columns, the program therefore takes the whole tensors.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -74,15 +75,15 @@ class ProgramPart:
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in graph.donated}
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
-        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
-        self.ranges: Ranges[ProgramPart] | None = None  # for a program of several sizes
+        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # keyed by the rank in the group; None if all ranks are in this process
+        self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are known only when the program runs
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """The part that computes a call. It may be compiled for the range of the call's sizes."""
+        """Returns the part that computes a call. It may have been compiled for the range of sizes that the call is in."""
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph for this rank's blocks, or for global tensors if all ranks are in this process."""
+        """Returns the values of the graph: of this rank for local blocks, or of all ranks in this process for global tensors."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -94,10 +95,10 @@ class ProgramPart:
             raise SizeError(f"{error}; or {remedy}") from None
 
     def values(self, made: Any) -> list[Any]:
-        """Values that the graph returns: results of the program, constants, and others such as None."""
+        """Values that the graph returns: results of the program, constants, and values such as None."""
         known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
 
-        def value(node: Any) -> Any:  # a node may be returned twice, with two shardings
+        def value(node: Any) -> Any:  # a node may be returned twice, with different shardings
             if not isinstance(node, Node):
                 return node
             return known[node] if node in known else next(results)
@@ -105,18 +106,18 @@ class ProgramPart:
         return list(map(value, self.graph.returned))
 
     def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
-        """A call of this rank as a graph, and the copies that it reads."""
+        """Captures a call of this rank as a graph. Also returns the copies that the graph reads."""
         program, copies = self._bound.get(group.rank) or self._bind(group.rank)
         copies.renew()
         given: dict[str, Any] = {**arrays}
         return program.capture(**given, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Selects the arguments of this program from those of the joint graph, by name."""
+        """Selects the inputs of this program from the arguments of the joint graph. Returns them by name."""
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """The program with the tensors that it can read in place bound, and copies of the others: blocks of a rank, or global tensors."""
+        """Binds the tensors that the program can read in place. Also returns copies of the others: blocks of a rank, or global tensors."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
@@ -140,7 +141,7 @@ class ProgramPart:
         return block  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """The tensors that each rank has whole, and whose blocks are not contiguous."""
+        """Names of tensors that each rank has whole, and whose blocks are not contiguous."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()
@@ -150,7 +151,7 @@ class ProgramPart:
         return found
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
-        """True if a program reads the tensor's own memory, and so sees later writes."""
+        """True if the program can read the tensor's own memory, and therefore sees later writes."""
         if not block.is_contiguous() or (rank is None and isinstance(held, DTensor)):
             return False
         ranks = range(self.graph.mesh.size) if rank is None else ()
@@ -158,7 +159,7 @@ class ProgramPart:
 
 
 class Folded:
-    """Tensors of a module, by name, from which a program holds only values computed at compile time."""
+    """Tensors of a module from which a program has only values that were computed at compile time."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
@@ -166,7 +167,7 @@ class Folded:
         self._versions = self._now()
 
     def changed(self) -> str:
-        """The name of a tensor whose values have changed; "" if there is none."""
+        """Name of a tensor whose values have changed since compile time, or ""."""
         for name, held, key, tensor in self._places:
             if held.get(key) is not tensor:
                 return name
@@ -182,7 +183,7 @@ class Folded:
 
 
 class Delegating(nn.Module):
-    """A module with the parameters, buffers, submodules, state dict, mode and other attributes of another."""
+    """A module that shares the parameters, buffers, submodules, state dict, mode and other attributes of another module."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -194,7 +195,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The mode of the module. A CompiledModule raises if its mode differs from the mode at compile time."""
+        """Mode of the module. A CompiledModule raises if its mode differs from that at compile time."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -203,31 +204,31 @@ class Delegating(nn.Module):
             self._module.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """State dict of the module."""
+        """State dict of the wrapped module."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state into the module, whose tensors the program reads in place."""
+        """Loads the state into the wrapped module, whose tensors the program reads in place."""
         return self._module.load_state_dict(*args, **kwargs)
 
 
 class CompiledModule(Delegating):
-    """A compiled module, made by `hostweave.torch.compile`. It has the arguments and results of the original module.
+    """A compiled module. `hostweave.torch.compile` returns it. It has the arguments and results of the original module.
 
-    It has the parameters, buffers, submodules, state dict and other attributes of the original module.
+    It also has the parameters, buffers, submodules, state dict and other attributes of the original module.
 
-    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks if the plan shards them,
-    and replicated otherwise. Without a group all ranks run in this process, on global tensors. Parameters are read in place, so calls see
-    the writes of optimizers and `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
+    In a process or thread that has joined a group (`hw.init`), a call runs this rank. Arguments that the plan shards are then local blocks,
+    and others are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, so calls see
+    the writes of optimizers and of `load_state_dict`. `program` is the compiled hw.Program, with its source and `check`.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call computes `graph` by the program of `part`. `others` are further programs of the graph."""
+        """A call computes `graph` with the program of `part`. `others` are further programs for the graph."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
-        self.alone_on: torch.device | None = None  # device of a program of one rank that ignores the group of this process
-        self.generation: Any = None  # programs that generate sequences, for a module of transformers
+        self.alone_on: torch.device | None = None  # device of a program of one rank, which ignores the group of this process
+        self.generation: Any = None  # programs of `generate`, for a module of transformers
         self._places = [place_of(module, of) for of in graph.parameters.values()]
         self._memory = [memory_of(tensor) for *_, tensor in self._places]
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
@@ -241,15 +242,16 @@ class CompiledModule(Delegating):
 
     @property
     def checks_values(self) -> bool:
-        """True if the module checks values on the host after each call, as torch.linalg.inv does. Then no call can be captured."""
+        """True if the module checks values on the host after each call, as torch.linalg.inv does. A call cannot be captured then."""
         return bool(self._graph.checks)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
-        There is one program for prompts, and one for the next token of each sequence. They are compiled on first use, for each number of
-        sequences and each multiple of 64 of the cache's length. In a group all ranks call it with the same prompts, and with the same seed
-        if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if another cache is given.
+        One program processes prompts, and another one computes the next token of each sequence. They are compiled on first use, for each
+        number of sequences and for each cache length, rounded up to a multiple of 64. In a group, all ranks call it with the same prompts,
+        and with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a cache of another kind is
+        given.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -268,7 +270,7 @@ class CompiledModule(Delegating):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the module's results. Call the module itself instead, which also runs hooks."""
+        """Computes the module's results. Prefer to call the module itself, which also runs hooks."""
         arrays, group = self._checked(args, kwargs), self._group()
         written = self._written(arrays, group)
         made = self._finished(self._part.for_call(arrays, group)({**arrays, **written}, group), written)
@@ -276,11 +278,12 @@ class CompiledModule(Delegating):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
-        """A call with these arguments as a CUDA graph: a callable that launches the graph, and returns the module's results.
+        """Captures a call with these arguments as a CUDA graph. Returns a callable that launches the graph, and returns the module's
+        results.
 
-        All ranks of the group call it together, and launch together. It makes the call once. A launch reads the current contents of the
-        same tensors, and writes the same results: write new arguments with `copy_`. Launches see writes to parameters, but not parameters
-        that are replaced by other tensors. Each launch draws new random numbers. Raises the errors of a call and of `Program.capture`, and
+        It is collective, and so is each launch. It makes the call once. A launch reads the current contents of the same argument tensors
+        and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not the replacement
+        of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of `Program.capture`, and
         ArgumentError if no group was joined.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
@@ -288,10 +291,10 @@ class CompiledModule(Delegating):
         arrays, group = self._checked(args, kwargs), self._group()
         if group is None:
             why = "without a group all ranks run in this process on copies of the arguments, which cannot be captured"
-            raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
+            raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a separate process or thread")
         if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
-            raise ArgumentError(f"{self._name}: capture: {why}; use functions that do not, such as inv_ex")
+            raise ArgumentError(f"{self._name}: capture: {why}; use functions without such checks, such as inv_ex")
         written = self._written(arrays, group)
         call, copies = self._part.for_call(arrays, group).capture({**arrays, **written}, group)
         returned = self._finished(self._part.values(call.outputs), written)
@@ -307,11 +310,11 @@ class CompiledModule(Delegating):
         return Captured(launch, arrays, lambda: returned)
 
     def _group(self) -> Group | None:
-        """The group of the ranks that run a call; None if all ranks are in this process."""
+        """Group whose ranks run a call. None if all ranks are in this process."""
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Arguments of a call that the program takes, by name. Raises ArgumentError if the call cannot be made."""
+        """Arguments of a call that the program takes, by name. Raises ArgumentError if the call is not possible."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
@@ -322,10 +325,10 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """For each module of a list, by path: "traced", or the equal module that was traced, such as `as layers.0`.
+        """For each module of a list, by path: "traced", or the equal module that was traced in its place, such as `as layers.0`.
 
-        Modules whose attributes or calls differ are traced separately, with the reason:
-        `traced: its attention.scale differs from layers.0`.
+        If the attributes or calls of a module differ, it is traced separately, with the reason: `traced: its attention.scale differs from
+        layers.0`.
         """
         return self._graph.traced
 
@@ -334,7 +337,7 @@ class CompiledModule(Delegating):
         return type(self._module).__name__
 
     def takes(self, **kwargs: Any) -> bool:
-        """True if the module was compiled for such arguments: tensors of these sizes and dtypes, and the same other values."""
+        """True if the module was compiled for such arguments: tensors with these sizes and dtypes, and equal other values."""
         wanted = _keywords(self._specs.in_spec)
         if sorted(wanted) != sorted(kwargs):
             return False
@@ -359,8 +362,8 @@ class CompiledModule(Delegating):
         return True
 
     def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
-        """The dims of arguments that vary, each with the sizes for which the module was compiled. A dim that a mesh axis shards may have
-        any size, because in a group a call takes blocks.
+        """For each argument, its dims of varying size, with the sizes for which the module was compiled. A dim that a mesh axis shards may
+        have any size, because in a group the arguments are blocks.
         """
         found: dict[Node, list[tuple[int, range]]] = {}
         for node in self._graph.arguments:
@@ -371,12 +374,12 @@ class CompiledModule(Delegating):
         return found
 
     def _range(self, size: Any) -> range:
-        """The sizes of a varying dim for which the module was compiled."""
+        """Sizes of a varying dim for which the module was compiled."""
         of = self._ranges.get(size.node.expr)
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """The arguments of a call, with this rank's blocks in place of written tensors that all ranks have whole."""
+        """Arguments of a call in which this rank's blocks replace written tensors that each rank has whole."""
         wanted = _keywords(self._specs.in_spec)
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
         types, names = self._part.graph.input_types, self._graph.names
@@ -388,8 +391,8 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
 
     def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
-        """Arguments and buffers that the program writes to, with this rank's layout, by name. Raises ArgumentError for parts of a
-        tensor."""
+        """Arguments and buffers that the program writes to, by name, in the layout of this rank. Raises ArgumentError if a whole tensor on
+        each rank would have to be sharded."""
         found = {}
         for node in self._graph.written:
             name = self._graph.names[node]
@@ -400,12 +403,12 @@ class CompiledModule(Delegating):
             is_whole = not isinstance(tensor, DTensor)
             if group and is_whole and any(dim.axes for dim in self._graph.input_types[name].dims):
                 why = f"{self._graph.parameters[name]} is written in forward and whole on each rank, but the plan shards it"
-                raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or leave it out of the plan")
+                raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or omit it from the plan")
             found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from the program's results, and marks the tensors that the program has written."""
+        """Selects the module's results from the program's results, and marks the tensors that the program has written to."""
         made = {node: value for node, value in zip(self._part.graph.returned, values, strict=True) if isinstance(node, Node)}
         for node, value in self._graph.written.items():
             tensor = written[self._graph.names[node]]
@@ -414,7 +417,7 @@ class CompiledModule(Delegating):
             increment_version(tensor)
             made[value] = tensor
         known = {**self._graph.constants, **made}
-        for check in self._graph.checks:  # raises like torch, and also waits for the values
+        for check in self._graph.checks:  # raises the errors that torch raises, after waiting for the values
             given: Any = check.args
             given[1](known[given[2]], *given[3:], **check.kwargs)
         return self._returned(made)
@@ -492,7 +495,7 @@ class CompiledModule(Delegating):
 
 
 def alone(device: torch.device) -> Group:
-    """A group of this thread alone, on a GPU or on the CPU."""
+    """Group with this thread as its only rank, on a GPU or on the CPU."""
     name = f"alone on {device}"
     return current_group(name) or init(Threads(1), name, device=device.index)
 
@@ -502,12 +505,12 @@ def _words_of(sizes: range) -> str:
 
 
 def _keywords(spec: Any) -> list[str]:
-    """The names of the keyword arguments of a call."""
+    """Names of the keyword arguments of a call."""
     return list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """The dtypes of torch.autocast on the CPU and on GPUs; None if it is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs. None if it is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 
@@ -516,7 +519,7 @@ def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
 
 
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
-    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes change neither."""
+    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
 
@@ -528,7 +531,7 @@ def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
 
 
 def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
-    """The module's dict that holds a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than in the
+    """The module's dict that contains a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than one in the
     module."""
     parent, _, key = path.rpartition(".")
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)
@@ -537,7 +540,7 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
 
 
 def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
-    """The path of a tensor, from the dict and the name that `place_of` returns."""
+    """Path of a tensor, computed from the dict and the name that `place_of` returns."""
     for path, owner in module.named_modules():
         if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
             return f"{path}.{key}" if path else key
@@ -547,5 +550,5 @@ def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
 def _is_tensor(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant of the graph only
+    except AttributeError:  # a constant that only the graph has
         return False

@@ -1,4 +1,4 @@
-"""Complex numbers of a graph as pairs of real ones, and Fourier transforms as matrix products."""
+"""Converts complex numbers of a graph to pairs of real numbers, and Fourier transforms to matmuls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Pair(NamedTuple):
-    """The real and the imaginary part of a complex tensor."""
+    """The real part and the imaginary part of a complex tensor."""
 
     re: Any
     im: Any
@@ -40,7 +40,7 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
         return program
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
-    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants get the same mode
+    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants get the same fake mode
         made = make_fx(lambda *values: _Pairs(program.graph_module).run(*values), decompositions)(*given)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
@@ -99,7 +99,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
-    """A number or a real tensor as a pair."""
+    """Converts a number or a real tensor to a pair."""
     if isinstance(value, Pair):
         return value
     if isinstance(value, complex):
@@ -107,7 +107,7 @@ def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
     return Pair(value, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
 
 
-# Ops that apply to both parts separately.
+# Ops that apply to the real and the imaginary part separately.
 _WORDS = """
 view reshape _unsafe_view permute transpose t expand slice select unsqueeze squeeze cat stack clone alias detach contiguous index
 index_select gather roll flip split split_with_sizes unbind sum mean cumsum as_strided lift_fresh_copy repeat flatten unflatten diagonal
@@ -117,7 +117,7 @@ _OF_PARTS = set(_WORDS.split())
 
 
 def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
-    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # some tensors of a list may be real
+    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # a list may have both real and complex tensors
     kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
 
     def of_part(part: int) -> Any:
@@ -152,7 +152,7 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _reciprocal(x: Pair) -> Pair:
-    """Scales by the larger part, so that squares do not overflow."""
+    """1 / x. Scales by the larger part first, so that squares do not overflow."""
     scale = torch.maximum(x.re.abs(), x.im.abs())
     re, im = x.re / scale, x.im / scale
     norm = (re * re + im * im) * scale
@@ -227,7 +227,7 @@ def _same(is_equal: bool) -> Callable[..., Any]:
 
 
 def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [rows, columns] of the angles 2 pi i j / size, which are constants of the program."""
+    """Cosines and sines [rows, columns] of the angles 2 pi i j / size. They are constants of the program."""
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
     angles = places.to(torch.float64) * (2 * math.pi / size)
     return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)
@@ -238,12 +238,12 @@ def _scale(sizes: Sequence[int], normalization: int) -> float:
 
 
 def _along(x: Any, dim: int, matrix: torch.Tensor) -> Any:
-    """The product of a matrix [size, new size] with the elements along a dim."""
+    """Multiplies the elements along a dim by a matrix [size, new size]."""
     return torch.matmul(x.movedim(dim, -1), matrix).movedim(-1, dim)
 
 
 def _transformed(x: Pair, dim: int, sign: int) -> Pair:
-    """The transform along a dim: sums of x exp(sign 2 pi i j k / size)."""
+    """Fourier transform along a dim: sums of x exp(sign 2 pi i j k / size)."""
     size = x.re.shape[dim]
     cos, sin = _waves(size, size, size, x.re)
     re, im = (Pair(_along(part, dim, cos), _along(part, dim, sin)) for part in x)
@@ -268,7 +268,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """The real transform of one half of the terms. The other half are their conjugates."""
+    """Real inverse transform, given half of the terms. The other terms are their conjugates."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

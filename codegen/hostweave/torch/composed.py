@@ -1,4 +1,4 @@
-"""ATen ops written with other ATen ops. torch decomposes them, and so derives them."""
+"""ATen ops written in terms of other ATen ops. torch decomposes them by these rules, and differentiates the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's loss of logits [rows, classes], or [rows, classes, sizes...]. It is one op for [rows, classes] without weights."""
+    """torch's loss for logits [rows, classes] or [rows, classes, sizes...]. For [rows, classes] without weights it stays one op."""
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -51,7 +51,7 @@ def cross_entropy(
 
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
-    """Value of x after `copy_`."""
+    """The value that x has after `x.copy_(source)`."""
     return source.to(x.dtype).expand(x.shape)
 
 
@@ -59,7 +59,7 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
 
 
 def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """The order of dims in which elements are contiguous; None if there is none."""
+    """Order of dims in which the elements are contiguous in memory, or None."""
     order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
     for dim in order:
         if sizes[dim] != 1 and strides[dim] != step:
@@ -69,14 +69,14 @@ def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """The elements at offsets of the memory of x. If they are all elements of x in another order of dims, the result is a permutation."""
+    """The elements at given offsets of the memory of x. If they are all elements of x in another order, the result is a permutation."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented
     flat = x.permute(held).reshape(-1)
     begin = 0 if offset is None else offset - x.storage_offset()
     last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if prod(size) and not 0 <= begin <= last < x.numel():  # outside of the memory of x
+    if prod(size) and not 0 <= begin <= last < x.numel():  # reads memory outside of x
         return NotImplemented
     order = _by_stride(size, stride)
     if order is not None and not begin and prod(size) == x.numel():
@@ -99,7 +99,7 @@ def as_strided_scatter(x: torch.Tensor, source: torch.Tensor, size: Sequence[int
 
 
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """In the flattened matrix, elements of a diagonal are one row and one element apart."""
+    """A slice of the flattened matrix: its elements are one row and one element apart."""
     y = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = y.shape[-2:]
     length = min(rows + min(offset, 0), columns - max(offset, 0))
@@ -128,8 +128,8 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Inclusive scan: element i of the result joins elements 0 to i. Each step doubles the number of joined elements (Hillis and Steele,
-    1986)."""
+    """Inclusive scan: element i of the result combines elements 0 to i. Each step doubles the number of combined elements (Hillis and
+    Steele, 1986)."""
     if not values[0].ndim:
         return values
     size, by = values[0].shape[dim], 1
@@ -142,7 +142,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In this mode only elementwise ops on tensors with this number of dims are allowed; others raise ProgramError."""
+    """A mode that allows only pointwise ops on tensors with the given number of dims. Other ops raise ProgramError."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,12 +151,12 @@ class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if torch.Tag.pointwise not in op.tags or any(one.ndim not in (0, self._ndim) for one in given):
-            raise ProgramError.here(f"associative_scan: its function calls {op}, and only ops of single elements are supported; use those")
+            raise ProgramError.here(f"associative_scan: its function calls {op}, but only pointwise ops are supported; use those")
         return op(*args, **(kwargs or {}))
 
 
 def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-    """torch's function of this name for a dim whose size may be known only at a call, up to a maximum."""
+    """torch's function of this name, for a dim whose size may be known only when the program runs, up to a maximum."""
     leaves, spec = pytree.tree_flatten(xs)
     dim_count = leaves[0].ndim
     dim = dim % dim_count
@@ -213,7 +213,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 
 def _median(skips_nan: bool) -> Callable[..., Any]:
     def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """The lower of two medians. If an element is NaN, so is the median, unless NaNs are skipped."""
+        """The lower of two medians. If an element is NaN, the median is NaN, unless NaNs are skipped."""
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
@@ -226,7 +226,7 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
 
 
 def _searched(sorted_: torch.Tensor, values: Any, right: bool, int32: bool) -> Any:
-    """The number of elements of a sorted row before each value."""
+    """Number of elements of a sorted row that precede each value."""
     values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
     before = (rows <= found) if right else (rows < found)
@@ -257,7 +257,7 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
 
 
 def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
-    """x, with its first elements along each dim replaced by a part."""
+    """Returns x with its first elements along each dim replaced by `part`."""
     if x.shape[dim:] == part.shape[dim:] or dim == x.ndim:
         return part
     inner = _into(x.narrow(dim, 0, part.shape[dim]), part, dim + 1)
@@ -265,14 +265,14 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Each element of the result reduces the source elements with its index. It compares its position with all indices."""
+    """Each element of the result reduces the source elements whose index is its position. It compares its position with all indices."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
     dim = dim % x.ndim
     own = x[tuple(slice(None) if i == dim else slice(size) for i, size in enumerate(index.shape))]
     source = source[tuple(map(slice, index.shape))]
-    if x.dtype == torch.bool:  # torch reduces bools as numbers
+    if x.dtype == torch.bool:  # torch reduces bools as integers
         wide = scatter_reduce(x.to(torch.int64), dim, index, source.to(torch.int64), reduce, include_self)
         return wide != 0
     own, index, source = (t.movedim(dim, -1) for t in (own, index, source))
@@ -301,7 +301,7 @@ def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.T
 
 
 def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:
-    """Writes the elements of the source, in order, to the positions where the mask is true."""
+    """Writes the elements of the source, in order, to the positions at which the mask is true."""
     x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     number = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.reshape(-1)[number].view(x.shape), x)
@@ -322,7 +322,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """The sum, mean or maximum of the rows of each bag, which begins at an offset."""
+    """Sum, mean or maximum of the rows of each bag. Bags begin at the offsets."""
     if scale_grad_by_freq or sparse:
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
@@ -383,10 +383,11 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Mantissa from 0.5 to below 1, and exponent. The exponent from the logarithm may be off by one, which the mantissa reveals."""
+    """Mantissa from 0.5 to below 1, and exponent. The exponent from log2 may be off by one, which shows in the mantissa and is
+    corrected."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
-    half = exponent // 2  # 2^exponent may be infinite
+    half = exponent // 2  # 2^exponent may overflow, so it is applied in two steps
     mantissa = wide * torch.pow(2.0, (-half).to(wide.dtype)) * torch.pow(2.0, (half - exponent).to(wide.dtype))
     up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
     mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))
@@ -396,16 +397,16 @@ def frexp(x: torch.Tensor) -> Any:
 
 
 def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
-    """Without training, the slope below 0 is the mean of the random slopes."""
+    """Only without training: the slope below 0 is then the mean of the random slopes."""
     return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
 
 
 def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The rule of an op that fills a tensor with a function of random numbers and of the op's parameters."""
+    """Rule of an op that fills a tensor with a function of random numbers and of the op's parameters."""
 
     def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
         if generator is not None:
-            raise ProgramError("random numbers of another generator are not supported; leave generator= out")
+            raise ProgramError("random numbers of another generator are not supported; omit generator=")
         wide = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float32
         return value(numbers(torch.empty_like(x, dtype=wide)), *parameters).to(x.dtype)
 
@@ -416,7 +417,7 @@ def _normal(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> torch.Te
     return _filled(torch.randn_like, lambda z: z * std + mean)(like, generator=generator)
 
 
-# ops of a tensor that draw, such as x.exponential_()
+# Ops that fill a tensor with random numbers, such as x.exponential_().
 _DRAWN: dict[Any, Callable[..., Any]] = {
     aten.uniform.default: _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low),
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),

@@ -1,4 +1,4 @@
-"""A compiled program as a custom op of torch."""
+"""Registers a compiled program as a custom op of torch."""
 
 import re
 from typing import Any
@@ -13,11 +13,12 @@ from hostweave.types.tensor import bind_sizes, global_shape, local_outputs
 
 
 def as_torch_op(program: Program, name: str) -> Any:
-    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns it: it is called with the program's inputs in order.
+    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. It is called with the program's inputs in
+    order.
 
-    It has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export, make_fx and in CUDA graphs. In a process that has
-    joined a group, a call runs this rank, like `program(...)`. Otherwise it runs all ranks in this process, like `program.run(...)`. It has
-    no gradient: use torch.library.register_autograd to connect a program for the backward pass.
+    The op has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process
+    that has joined a group, a call runs this rank, like `program(...)`. Otherwise it runs all ranks in this process, like
+    `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
     Raises ArgumentError if the name has no namespace or is taken, or if the program donates inputs.
 
@@ -26,7 +27,7 @@ def as_torch_op(program: Program, name: str) -> Any:
     if not isinstance(program, Program):
         raise ArgumentError(f"as_torch_op: {program!r} is not a compiled program; pass hw.compile(...)")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
-        raise ArgumentError(f"as_torch_op: {name!r} is not an op's name; write it with a namespace, as 'mylib::{program.name}'")
+        raise ArgumentError(f"as_torch_op: {name!r} is not the name of an op; write it with a namespace, such as 'mylib::{program.name}'")
     namespace, _, op = name.partition("::")
     if hasattr(getattr(torch.ops, namespace), op):
         raise ArgumentError(f"as_torch_op: op {name} already exists; choose another name")

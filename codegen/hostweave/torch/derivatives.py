@@ -1,6 +1,6 @@
-"""Layers that repeat are differentiated once: AOTAutograd traces the first layer. Each other layer is one op, and so is its derivative. A
-layer counts as equal if it computes the same, and the same arguments require grad. Once the first layer and its derivative are traced,
-their nodes are copied for the others.
+"""Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Each other layer is one op, and its derivative
+is one op. Layers are equal if they compute the same, and the same arguments require grad. After the first layer and its derivative were
+traced, their nodes are copied for the other layers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hostweave.torch.repeats import laid_out, numbers, results_of, write_out
 
 @dataclass(eq=False)
 class _FirstDerivative:
-    """A traced layer, with its number and the number of its derivative."""
+    """A traced layer: its path, its number and the number of its derivative."""
 
     path: str
     number: int
     derivative: int
-    differentiable: list[int] = field(default_factory=list)  # positions of the results that have gradients
-    reached: list[int] = field(default_factory=list)  # positions of the arguments on which these depend through differentiable functions
+    differentiable: list[int] = field(default_factory=list)  # indices of the results that have gradients
+    reached: list[int] = field(default_factory=list)  # indices of the arguments on which these results depend differentiably
 
 
 class Derivatives:
@@ -36,7 +36,7 @@ class Derivatives:
         self._firsts: dict[object, _FirstDerivative] = {}
 
     def restart(self) -> None:
-        """Called before each trace of the graph, because AOTAutograd traces it twice."""
+        """Forgets all traced layers. AOTAutograd traces a graph twice, so this is called before each trace."""
         self.close()
         self._firsts = {}
 
@@ -59,7 +59,7 @@ class Derivatives:
         return _applied(ops.layer_ends, _begin, first, first.differentiable, first.differentiable, first.differentiable, results)
 
     def write_out(self, graph: FxGraph) -> None:
-        """Copies the nodes of traced layers and of their derivatives for equal layers."""
+        """Replaces the ops for equal layers, and for their derivatives, by copies of the nodes of the traced layer."""
         firsts = self._firsts.values()
         path_of = {number: first.path for first in firsts for number in (first.number, first.derivative)}
         write_out(graph, path_of, {first.derivative: first.number for first in firsts})
@@ -75,11 +75,11 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> list[int]:
-    """Positions of the values on which results depend through differentiable functions."""
+    """Indices of the values on which the results depend through differentiable functions."""
     begin = next((one.grad_fn for one in begun if one.requires_grad), None)
     functions = list(dict.fromkeys(one.grad_fn for one in results if one.grad_fn is not None))
     seen, found = set(functions), set()
-    for function in functions:  # grows while it is walked
+    for function in functions:  # the list grows during the loop
         for before, place in function.next_functions:
             if before is begin:
                 found.add(place)
@@ -90,7 +90,7 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
 
 
 def _with_gradients(values: Sequence[torch.Tensor]) -> list[int]:
-    """Positions of the values that have gradients."""
+    """Indices of the values that require grad."""
     return [place for place, one in enumerate(values) if one.requires_grad]
 
 
@@ -99,7 +99,7 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 
 Positions = list[int]
-TracedOp = Callable[[list[Any], int], Any]  # takes values, and the number of the traced layer
+TracedOp = Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
 
 
 def _applied(
@@ -111,8 +111,8 @@ def _applied(
     differentiable: Positions,
     values: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Results of an op of a layer. In its derivative, another op takes the gradients of the results at positions `given`, and returns the
-    gradients of the values at positions `made`."""
+    """Results of an op of a layer. Its derivative is another op. That op takes the gradients of the results with indices `given`, and
+    returns the gradients of the values with indices `made`."""
     results: Sequence[torch.Tensor] = _Applied.apply(op, derivative, first, given, made, differentiable, *values)  # type: ignore[no-untyped-call]
     return results
 

@@ -1,6 +1,6 @@
-"""Modules prepared by torch.distributed: `parallelize_module`, then `fully_shard`.
+"""Modules that torch.distributed prepared with `parallelize_module` and then `fully_shard`.
 
-Their hooks gather and cast DTensors. A program does both itself, so the hooks are disabled while a module is exported.
+Hooks of torch.distributed gather and cast DTensors. A program does this itself, so the hooks are disabled while a module is exported.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.types.mesh import Mesh
 
-_OURS = -1  # number of a hook that replaces a hook of fully_shard; torch's numbers begin with 0
+_OURS = -1  # key of a hook that replaces a hook of fully_shard; keys of torch begin with 0
 
 
 def states(module: nn.Module) -> dict[str, Any]:
-    """The state of `fully_shard`, by the path of each module that it was called on."""
+    """State of `fully_shard` for each module on which it was called, by path."""
     return {path: part._get_fsdp_state() for path, part in module.named_modules() if isinstance(part, FSDPModule)}
 
 
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes over which `fully_shard` shards or replicates parameters; none for a module that it was not called on.
+    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if it was not called on the module.
 
     Raises ProgramError if they are not axes of the mesh, or if settings of `fully_shard` change gradients.
     """
@@ -40,10 +40,10 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
         for group in state._fsdp_param_groups:
             axes = tuple(group.mesh_info.mesh.mesh_dim_names or ())
             if not axes or any(axis not in dict(mesh.axes) for axis in axes):
-                raise ProgramError(f"{path or 'the module'}: fully_shard has a mesh of dims {axes}; name them as the axes of {mesh}")
+                raise ProgramError(f"{path or 'the module'}: fully_shard has a mesh of dims {axes}; name them like the axes of {mesh}")
             if group.gradient_divide_factor is not None:
                 why = "set_gradient_divide_factor is not compiled"
-                raise ProgramError(f"{path or 'the module'}: {why}; leave it out, and multiply the loss instead")
+                raise ProgramError(f"{path or 'the module'}: {why}; omit it, and multiply the loss instead")
             found.setdefault(axes, path)
     if len(found) > 1:
         (one, path), (other, at) = list(found.items())[:2]
@@ -52,16 +52,16 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Arguments with the rows of `count` ranks together, and the number of rows.
+    """Concatenates the rows of `count` ranks in each argument. Also returns the total number of rows.
 
-    Rows are the first dim of the first tensor. Tensors with another first dim do not change.
+    Rows are the first dim of the first tensor. Tensors with another first dim are not changed.
     """
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
-    """True for a tensor with `rows` rows."""
+    """True for a tensor whose first dim has `rows` elements."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
 
 
@@ -70,9 +70,10 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 @contextmanager
 def on_global_tensors(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook creates DTensors.
+    """Replaces DTensors among the parameters and buffers, inside the `with` block, by fake tensors of their global shapes. Disables the
+    hooks that would create DTensors.
 
-    If a MixedPrecisionPolicy has a `param_dtype`, they have this dtype, and arguments are cast to it.
+    If a MixedPrecisionPolicy has a `param_dtype`, these tensors have that dtype, and arguments are cast to it.
     """
     mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
     with ExitStack() as stack:
@@ -96,7 +97,7 @@ def on_global_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Restores the hooks: first the earlier ones in their order, then hooks that were added since."""
+    """Restores the earlier hooks in their order, followed by hooks that were added since."""
     now = {**before, **hooks}
     hooks.clear()
     hooks.update(now)
@@ -109,7 +110,7 @@ def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtype in which each parameter is used, by its id, for parameters that `fully_shard` casts."""
+    """For parameters that `fully_shard` casts: the dtype in which each is used, by its id."""
     found = {}
     for state in states(module).values():
         dtype = state._mp_policy.param_dtype
@@ -119,7 +120,7 @@ def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
-    """Casts arguments and results of a module by its policy until the stack is closed."""
+    """Casts arguments and results of a module according to its policy, until the stack is closed."""
     if policy.param_dtype and policy.cast_forward_inputs:
         part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
         part._forward_pre_hooks_with_kwargs[_OURS] = True
@@ -132,7 +133,7 @@ def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
 
 @cache
 def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that cast floats among arguments and results; one pair for all modules, so that layers stay equal."""
+    """Hooks that cast floats among arguments and results. All modules share one pair of hooks, so that equal layers stay equal."""
 
     def cast(values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
@@ -141,7 +142,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Restores the dtypes of parameters, and casts each one before its first use, in the layer of that use."""
+    """Restores the original dtypes of parameters, and inserts a cast before the first use of each, in the layer of that use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:

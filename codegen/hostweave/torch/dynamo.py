@@ -1,4 +1,4 @@
-"""Graphs that Dynamo gives to a backend: their values, modules and lines, and how they run on global tensors."""
+"""Graphs that Dynamo passes to a backend: their values, modules and source lines, and how they run on global tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostweave.torch.graph import location, refused
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import AxesOfDims, text_of
 
-MARK = "hostweave"  # key in a node's "custom", which export keeps, for its node in Dynamo's graph
+MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps; names the node of Dynamo's graph
 
 
 class GlobalRun(Interpreter):
@@ -27,7 +27,7 @@ class GlobalRun(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is DTensor.from_local:
             return args[0]
-        if str(target) == "tag_activation_checkpoint":  # saved values are chosen for the whole graph
+        if str(target) == "tag_activation_checkpoint":  # ignored: the values to save are chosen for the whole graph
             function, *given = args
             return Interpreter(function).run(*given)
         return super().call_function(target, args, kwargs)
@@ -55,7 +55,7 @@ def _as_stated(node: Any, value: Any) -> Any:
 
 
 def expect_global(graph: GraphModule) -> None:
-    """Raises ProgramError for ops on local parts of DTensors, because they differ between ranks."""
+    """Raises ProgramError for ops on local parts of DTensors, because local parts differ between ranks."""
     for node in graph.graph.nodes:
         if node.op == "call_method" and node.target == "to_local":
             made = node.args[0].meta["example_value"]
@@ -64,19 +64,19 @@ def expect_global(graph: GraphModule) -> None:
             is_partial = any(placement.is_partial() for placement in made.placements)
             if is_partial or (is_sharded and others):
                 why = "computes with a rank's part of a DTensor" if not is_partial else "takes a rank's term of a sum"
-                raise refused_nodes(f"{why}; redistribute it before, or write use_local_output=False", others or [node])
+                raise refused_nodes(f"{why}; redistribute it first, or write use_local_output=False", others or [node])
         if node.op == "call_function" and node.target is DTensor.from_local:
             local = node.args[0]
             placements = node.meta["example_value"].placements
             if any(placement.is_partial() for placement in placements):
-                raise refused_nodes("from_local of a partial sum; reduce it before", [node])
+                raise refused_nodes("from_local of a partial sum; reduce it first", [node])
             is_local = local.op == "placeholder" or local.target == "to_local"
             if any(placement.is_shard() for placement in placements) and not (is_local and len(local.users) == 1):
-                raise refused_nodes("from_local of a tensor that is also used as a local tensor; use the DTensor alone", [node])
+                raise refused_nodes("from_local of a tensor that is also used as a local tensor; use only the DTensor", [node])
 
 
 def axes_of(tensor: Any, dims: int) -> AxesOfDims:
-    """The mesh axes that shard each dim of a DTensor. A partial sum counts as its value, which is replicated."""
+    """Mesh axes that shard each dim of a DTensor. A partial sum counts as its reduced value, which is replicated."""
     names, result = tensor.device_mesh.mesh_dim_names, list[tuple[str, ...]](() for _ in range(dims))
     for name, placement in zip(names, tensor.placements, strict=True):
         if isinstance(placement, Shard):
@@ -121,7 +121,7 @@ def refused_nodes(why: str, nodes: list[Any]) -> ProgramError:
 
 
 def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
-    """The unsupported nodes of a graph and other nodes of the same lines, each with the reason."""
+    """Nodes of a graph that an error names as unsupported, and equal nodes of the same lines, each with the reason."""
     marks = {(node.meta.get("custom") or {}).get(MARK, node.name) for node in getattr(error, "nodes", ())}
     calls = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     found = [node for node in calls if node.name in marks]
@@ -130,7 +130,7 @@ def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
 
 
 def wants_one_graph() -> bool:
-    """True if the user asked for one graph, by fullgraph=True."""
+    """True if the user requested one graph by fullgraph=True."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

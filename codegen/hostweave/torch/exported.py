@@ -1,4 +1,4 @@
-"""A module as a graph of ATen ops on global tensors, by torch.export."""
+"""Exports a module as a graph of ATen ops on global tensors, with torch.export."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from hostweave.torch.scaled import with_quantized_linears
 
 _TORCH = str(Path(torch.__file__).parent)
 
-# Ops that are not decomposed: one op here, or a composite that the compiler knows.
+# Ops that are not decomposed: each is either one op of a fusion, or a composite that the compiler recognises.
 _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
-# Ops of core ATen that are decomposed nevertheless, by torch's rule.
+# Ops of core ATen that are decomposed nevertheless, by torch's rules.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
@@ -52,14 +52,14 @@ max_pool2d_with_indices_backward
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """Returns the graph of the module for these inputs, which is functional and in core ATen except for `_KEPT`. Also returns which layers
-    were traced, by path, and the attributes that each module read, by path.
+    """Exports the graph of a module for these inputs. The graph is functional, and in core ATen except for `_KEPT`. Also returns how each
+    repeated layer was traced, by path, and the attributes that each module read, by path.
 
-    With `training`, values without gradient, from detach() or torch.no_grad(), are marked by ops. Raises ProgramError.
+    With `training`, ops mark values without gradient, which come from detach() or torch.no_grad(). Raises ProgramError.
     """
     for name, given in [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]:
         if given.layout is not torch.strided:
-            why = f"{name} is a tensor of {given.layout}, and only those of torch.strided are supported"
+            why = f"{name} is a tensor of {given.layout}, but only torch.strided is supported"
             raise ProgramError(f"{type(module).__name__}: {why}; pass its to_dense()")
     repeats = Repeats(module)
     try:
@@ -72,7 +72,7 @@ def exported(
             warnings.catch_warnings(),
             _without_logs(),
         ):
-            warnings.simplefilter("ignore", FutureWarning)  # torch.export raises it for its own code
+            warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             with repeats.standing_in(), watched(module) as (reads, _):
                 program = call()
@@ -82,7 +82,7 @@ def exported(
                     program = call()
             if training:
                 _mark_detached(program.graph)
-            program.example_inputs = None  # with them, torch writes guards as code, which has wrong names for trees of over ten tensors
+            program.example_inputs = None  # torch would generate guards from them, with wrong names if there are more than ten tensors
             table = dict(before_derivatives() if training else decompositions())
             program = of_pairs(program.run_decompositions(table), table)
             repeats.write_out(program.graph)
@@ -99,9 +99,10 @@ def exported(
 
 @contextmanager
 def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
-    """Inside, modules of transformers use scans and triangular solvers, which they avoid in other exports because some formats lack them.
+    """Makes modules of transformers use scans and triangular solvers inside the `with` block. They avoid these ops in other exports,
+    because some export formats lack them.
 
-    Otherwise they compute the elements of a sequence one by one.
+    Without this, they process the elements of a sequence one at a time.
     """
     with ExitStack() as stack:
         stack.enter_context(patch("torch._higher_order_ops.associative_scan.associative_scan", associative_scan))
@@ -117,7 +118,7 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 
 
 def error_of_torch(name: str, error: Exception) -> ProgramError:
-    """The error of torch's tracing, which is of many kinds."""
+    """Converts an exception of torch's tracing, which may be of many types, to a ProgramError."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
         return ProgramError(f"{name}: {why}", _line_of(error))
@@ -127,7 +128,7 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 
 
 def _line_of(error: Exception) -> Location | None:
-    """The innermost line of an error's traceback outside of torch and this package."""
+    """Innermost line of an exception's traceback that is outside of torch and of this package."""
     steps = [step for step in traceback.walk_tb(error.__traceback__) if not is_of_package(step[0])]
     own = [(code.co_filename, line) for code, line in ((frame.f_code, line) for frame, line in steps) if _is_users(code.co_filename)]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
@@ -139,11 +140,11 @@ def _is_users(file: str) -> bool:
 
 _MATERIALIZE = "torch._export.utils._materialize_cpp_cia_ops"
 _materialize = getattr(torch._export.utils, _MATERIALIZE.rpartition(".")[2], lambda: None)
-_materialized: list[str] = []  # composite ops in torch.ops
+_materialized: list[str] = []  # composite ops that were added to torch.ops
 
 
 def _materialize_once() -> None:
-    """Adds the composite ops of C++ to torch.ops, if the application has registered more since."""
+    """Adds composite ops that are implemented in C++ to torch.ops, if the application has registered more since the last time."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     if registered != _materialized:
         _materialize()
@@ -152,8 +153,8 @@ def _materialize_once() -> None:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Inside, torch does not log its errors, and does not print the graph of a module that fails. It also looks up each composite op once,
-    not once for each namespace in each export.
+    """Prevents torch from logging errors, and from printing the graph of a module that fails, inside the `with` block. torch also looks up
+    each composite op only once, and not for each namespace in each export.
     """
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
     before = [logger.disabled for logger in loggers]
@@ -169,7 +170,7 @@ def _without_logs() -> Iterator[None]:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions: the rules of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
+    """Decomposition rules: those of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
     return {
@@ -181,8 +182,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def before_derivatives() -> dict[Any, Callable[..., Any]]:
-    """Ops that are decomposed before differentiation, as in torch. An op with a custom derivative is decomposed later: the derivative of
-    decomposed softplus is NaN if exp(x) is infinite."""
+    """Rules for ops that are decomposed before differentiation, as in torch. Ops with a custom derivative are decomposed later. For
+    example, the derivative of a decomposed softplus is NaN if exp(x) overflows."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     composed = COMPOSED.keys() - linalg.DERIVED - special.DERIVED
     return {op: rule for op, rule in decompositions().items() if op in composed or op.has_kernel_for_dispatch_key(composite)}
@@ -190,7 +191,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Inside, hooks raise ProgramError, because they change gradients outside of the graph. A user's Function is one op."""
+    """Makes hooks raise ProgramError inside the `with` block, because they change gradients outside of the graph. A user's Function becomes
+    one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -203,14 +205,14 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         return call
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # reentrant checkpoint: saved values are chosen for the whole graph
+        if cls is CheckpointFunction:  # reentrant checkpoint: ignored, because the values to save are chosen for the whole graph
             function, _, *given = args
             return function(*given)
-        if not cls.__module__.startswith("torch._"):  # functions of tracing itself
+        if not cls.__module__.startswith("torch._"):  # torch's own functions belong to the tracing
             return call_function(cls, args, kwargs)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    # Function.apply calls this, even if the user has bound apply to another name before.
+    # Function.apply calls this method, even if the user has stored apply under another name before.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         patch.object(torch.Tensor, "register_hook", refused("a hook")),
@@ -219,7 +221,8 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Inserts an op where values lose their gradients, which decompositions keep. Raises ProgramError if such a value is written to."""
+    """Inserts an op at each point where values lose their gradients. Decompositions keep this op. Raises ProgramError if such a value is
+    written to."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name in ("aten.detach.default", "aten.detach_.default"):
@@ -234,7 +237,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Raises ProgramError if a node or a view of it is written to, because the write also changes the original."""
+    """Raises ProgramError if a node or a view of it is written to, because that write would also change the original."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []

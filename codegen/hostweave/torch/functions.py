@@ -1,6 +1,6 @@
 """Functions of torch on tensors of a fusion: a fusion may call `torch.relu(x)` or `torch.nn.functional.silu(x)`. A call is recorded as ATen
-ops on tensors without memory. The table translates these ops, as for modules. During the recording, unusual numbers stand for sizes that
-are known only at a call.
+ops on tensors without memory. These are translated with the same table as modules. Sizes that are known only when the program runs are
+represented by unusual numbers during the recording.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hostweave.torch.graph import is_known, op_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TORCH = str(Path(torch.__file__).parent)
-_SMOOTH = 48  # sizes are multiples, so that they can be split by 2, 3, 4, 6, 8 ...
+_SMOOTH = 48  # these sizes are multiples of it, so that they are divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 _TAKE_SIZES = (
     "slice",
@@ -43,7 +43,7 @@ _TAKE_SIZES = (
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Computes a function of torch for tensors of a fusion. Raises ProgramError, with the user's line, if it is not supported."""
+    """Computes a function of torch on tensors of a fusion. Raises ProgramError with the user's line if it is not supported."""
     name = _name(function)
     with stated_location(Location.of_caller(_TORCH)):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -63,7 +63,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Sizes:
-    """The numbers that replace the sizes of the tensors of a call."""
+    """The numbers that stand for unknown sizes of the tensors of a call."""
 
     def __init__(self, name: str, tensors: Sequence[hw.Tensor]):
         symbols = sorted({symbol for x in tensors for dim in x.type.dims for symbol in dim.size.symbols})
@@ -78,14 +78,14 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """The sizes that these numbers replace."""
+        """Shape of a recorded value, with sizes in place of the numbers that stand for them."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:
         return re.sub(r"\d+", lambda number: str(self._known.get(int(number[0]), number[0])), text)
 
     def is_number_of(self, value: Any) -> bool:
-        """True if a Python number was made from such a size."""
+        """True if a Python number was computed from a number that stands for an unknown size."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not value or value != value or abs(value) == float("inf"):
             return False
         return any(abs(one) >= _PRIMES[0] and round(one) % prime == 0 for one in (value, 1 / value) for prime in self._primes.values())
@@ -106,7 +106,7 @@ class _Sizes:
 
 
 def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Sizes) -> tuple[GraphModule, Any]:
-    """The ATen ops of a call, and its results."""
+    """Records the ATen ops of a call. Also returns the call's results."""
     returned: list[Any] = []
     blank = [torch.empty(sizes.of(leaf), dtype=torch_dtype(leaf), device="meta") for leaf in leaves if isinstance(leaf, hw.Tensor)]
 
@@ -153,7 +153,7 @@ def _refused(name: str, why: str) -> ProgramError:
 
 
 def _name(function: Any) -> str:
-    """Name as the user writes it: torch.relu, torch.nn.functional.silu."""
+    """Name of a function as the user writes it, such as torch.relu or torch.nn.functional.silu."""
     name = getattr(function, "__name__", str(function))
     functional = getattr(torch.nn.functional, name, None)
     module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"

@@ -1,4 +1,4 @@
-"""`generate` of transformers on compiled programs: one for prompts, and one for the next token of each sequence."""
+"""`generate` of transformers with compiled programs: one for prompts, and one for the next token of each sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # arguments whose dim of tokens is dim 1 or the last one
-_ROUNDED = 64  # lengths of caches are multiples of it, so that prompts of similar length share a program
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # their dim of tokens is dim 1 or the last one
+_ROUNDED = 64  # cache lengths are multiples of it, so that prompts of similar lengths share a program
 
 
 class TokenGraph:
@@ -28,7 +28,7 @@ class TokenGraph:
     cache."""
 
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
-        """Makes the call. `word` names the cache among the arguments."""
+        """Makes the call and captures it. `word` is the name of the argument that is the cache."""
         self._word, cache = word, kwargs[word]
         given = pytree.tree_map_only(torch.Tensor, torch.clone, {**kwargs, word: None})
         self._leaves, self._spec = pytree.tree_flatten(given)
@@ -36,7 +36,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True for arguments with the same sizes and the same other values, and the cache of the graph."""
+        """True for arguments with the same sizes and equal other values, together with the graph's cache in its current state."""
         leaves, spec = pytree.tree_flatten({**kwargs, self._word: None})
         return spec == self._spec and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -49,30 +49,30 @@ class TokenGraph:
             return self.result()
 
     def result(self) -> Any:
-        """A copy of the last call's result, without its cache."""
+        """Copy of the last launch's result, without its cache."""
         made = self._captured.outputs
         return type(made)(**pytree.tree_map_only(torch.Tensor, torch.clone, {name: made[name] for name in made if name != self._word}))
 
 
 class _Rank:
-    """Memory and graph of the sequences that a rank has generated, for later sequences of the same sizes."""
+    """Memory and graph that a rank keeps for later sequences with the same sizes."""
 
     def __init__(self) -> None:
         self.kept: caches.Kept | None = None
         self.graph: TokenGraph | None = None
-        self.is_first = True  # True until a token follows the last prompts
+        self.is_first = True  # True until the first token after the last prompts
 
 
 class Generation:
-    """Programs of a module that generates, by their arguments. Each is compiled on its first call."""
+    """Programs of a module that generates sequences. Each is compiled when a call first needs it."""
 
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
-        """`compile` compiles the module for keyword arguments and dynamic shapes."""
+        """`compile` compiles the module for given keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
-        self._whole: dict[str, tuple[int, ...]] = {}  # global sizes of dims of caches that the plan shards, by name; 0 for other dims
+        self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of the dims that the plan shards, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        self._requests: list[tuple[object, caches.Requests]] = []  # the tensors of caches, by form of the cache and sizes
-        self._parameters = tuple(inspect.signature(module.forward).parameters)  # read once: it takes as long as five launches
+        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), its requests for tensors)
+        self._parameters = tuple(inspect.signature(module.forward).parameters)  # computed once, because it takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
         of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
@@ -86,7 +86,7 @@ class Generation:
                 f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
             )
         if kwargs.get("use_cache") is False or kwargs.get("cache_implementation") not in (None, "static"):
-            raise ArgumentError(f"{self._name}: generate: programs write to a static cache; leave use_cache and cache_implementation out")
+            raise ArgumentError(f"{self._name}: generate: programs write to a static cache; omit use_cache and cache_implementation")
         if self._word not in kwargs:
             kwargs[self._word] = self._cache(self._length(inputs, kwargs))
         kwargs |= {"use_cache": True, "disable_compile": True}
@@ -97,7 +97,7 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Upper bound of the number of tokens of a sequence, including the prompt."""
+        """Upper bound for the number of tokens of a sequence, including the prompt."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
@@ -108,7 +108,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """A static cache. Windows are applied by masks, so a layer with a sliding window has all positions, too."""
+        """Creates a static cache. Layers with a sliding window also have all positions, because masks apply the window."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -117,17 +117,17 @@ class Generation:
         return cache
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module for a prompt or a token. The cache is written in place."""
+        """Calls the module for prompts or for one token per sequence. The cache is written in place."""
         if args:
             kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in self._parameters:
-            del kwargs["return_dict"]  # the default, which torch.export does not take among other keywords
+            del kwargs["return_dict"]  # the default value; torch.export does not accept it as a keyword
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
-            raise ArgumentError(f"{self._name}: generate: there is no cache; leave use_cache=False out")
+            raise ArgumentError(f"{self._name}: generate: there is no cache; omit use_cache=False")
         if not cache.is_compileable:
             raise ArgumentError(
-                f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or leave it out"
+                f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or omit it"
             )
         group = current_group()
         made = self._plain(kwargs) if group is None else self._of_rank(kwargs, group)
@@ -135,7 +135,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """A call of a rank in a group. The call for the first token after prompts is captured, unless the last graph accepts it."""
+        """Makes a call of one rank of a group. The first call for a token after prompts is captured, unless the previous graph can be
+        launched."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -147,7 +148,7 @@ class Generation:
             return self._plain(kwargs, group)
         own.is_first = False
         is_taken = own.graph is not None and own.graph.takes(kwargs)
-        all_take = group.can_meet and group.all_say(is_taken)  # asked on every rank: all launch a graph, or all capture one
+        all_take = group.can_meet and group.all_say(is_taken)  # collective: either all ranks launch a graph, or all capture one
         if own.graph and all_take:
             return own.graph(kwargs)
         program = self._program(kwargs, is_whole=False)
@@ -157,14 +158,14 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. A cache without tensors gets the tensors of all ranks. After the call it holds the tensors of this rank."""
+        """Calls a program. A cache without tensors is first allocated with global sizes. After the call it has the tensors of this rank."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
             empty, sizes = caches.Form(cache), _sizes(kwargs, self._word)
             with self._lock:
                 asked = next((one for of, one in self._requests if of == (empty, sizes)), None)
-                if asked is None:  # the module takes a second to say it
+                if asked is None:  # cached, because finding it takes a second
                     asked = caches.requests(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
                     self._requests.append(((empty, sizes), asked))
             caches.allocate(cache, asked)
@@ -178,7 +179,8 @@ class Generation:
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
-        """The program for these arguments, with a cache of all ranks or of this one. It is compiled on first use."""
+        """Program for these arguments. The cache has global sizes if `is_whole`, otherwise those of this rank. It is compiled on first
+        use."""
         with self._lock:
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:
@@ -188,17 +190,17 @@ class Generation:
         return program
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
-        """A program for these arguments, and for other lengths if the module computes the same for them."""
+        """Compiles a program for these arguments, valid also for other lengths if the module computes the same for them."""
         try:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
             program = self._compile(kwargs, None)
-            why = f"each length of prompts and masks has a program of its own, as no program takes several: {error}"
+            why = f"each length of prompts and masks needs a separate program, because no program takes several: {error}"
             warnings.warn(f"{self._name}: generate: {why}", stacklevel=2)
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """The sizes of tokens and masks, which differ between calls, if the module computes the same for all sizes."""
+        """Dynamic shapes for a call with prompts: the sizes of tokens and masks, which differ between calls."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)
@@ -214,12 +216,12 @@ class Generation:
 
 
 def _is_token(kwargs: Mapping[str, Any]) -> bool:
-    """True for a call with one token of each sequence."""
+    """True for a call with one token per sequence."""
     return any(isinstance(one := kwargs.get(name), torch.Tensor) and one.shape[1] == 1 for name in ("input_ids", "inputs_embeds"))
 
 
 def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
-    """The values that determine the sizes of a cache: the number of sequences, and the sizes of arguments other than tokens."""
+    """Values that determine the sizes of a cache: the number of sequences, and the shapes of arguments other than tokens."""
     tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
     return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
 

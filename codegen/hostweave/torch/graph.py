@@ -1,4 +1,4 @@
-"""An exported graph, prepared for its translation to a fusion: inputs, constants, shardings and names."""
+"""An exported graph, prepared for translation to a fusion: its inputs, constants, shardings and names."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 ATTENTION = "scaled_dot_product_attention.default"
-RESHARD = "hostweave.reshard.default"  # op that states the sharding of a value
+RESHARD = "hostweave.reshard.default"  # op by which a graph states the sharding of a value
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Meaning of a placeholder: an "argument" of the call, or a "parameter", "buffer" or "constant" of the module with this name and value.
+    """Meaning of a placeholder. It is an "argument" of the call, or a "parameter", "buffer" or "constant" of the module with this name and
+    value.
 
-    A "written" one is a buffer that the forward pass of a training program writes to. "seeds" are new random numbers in each call.
+    "written" is a buffer that the forward pass of a training program writes to. "seeds" are random numbers that each call draws.
     """
 
     kind: str
@@ -44,12 +45,13 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Code that a program appends to use gradients, the last values of a graph. It returns results in the memory of inputs."""
+    """Computation that a program appends to use the gradients, which are the last values of a graph. Its results reuse the memory of
+    inputs."""
 
-    types: dict[str, TensorType]  # types of all inputs, in order: of the graph, and additional ones
-    donated: dict[str, int]  # written input -> number of the result
-    gradients: int  # number of gradients that it takes
-    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # from all inputs and the gradients
+    types: dict[str, TensorType]  # types of all inputs, in order: those of the graph, and additional ones
+    donated: dict[str, int]  # written input -> index of the result that reuses its memory
+    gradients: int  # number of gradients that `compute` takes
+    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # (all inputs, gradients) -> results
 
 
 @dataclass
@@ -60,23 +62,23 @@ class Graph:
     origins: dict[Node, Origin]  # placeholder -> meaning
     layouts: Layouts
     mesh: hw.Mesh
-    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # shardings that are stated where values are computed
-    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # shardings in which parameters are used
-    results: list[AxesOfDims | None] | None = None  # shardings of outputs; None for an inferred one, or for all as in the plan
+    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
+    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
+    results: list[AxesOfDims | None] | None = None  # sharding of each output, or None if it is inferred; None if the plan states all
     labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
-    names: dict[Node, str] = field(default_factory=dict)  # names of inputs of the fusion
-    constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
-    parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
-    arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
-    bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
-    uniform: dict[Node, Any] = field(default_factory=dict)  # constants with equal elements, and the number
+    names: dict[Node, str] = field(default_factory=dict)  # placeholder or constant -> name of the fusion's input
+    constants: dict[Node, Any] = field(default_factory=dict)  # node -> value, for values that depend on no input and no parameter
+    parameters: dict[str, str] = field(default_factory=dict)  # input of the fusion -> name of the module's tensor
+    arguments: list[Node] = field(default_factory=list)  # placeholders of the module's arguments, including numbers
+    bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant that is bound to it
+    uniform: dict[Node, Any] = field(default_factory=dict)  # constants whose elements are all equal -> that number
     written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
     seeds: Node | None = None  # the input that has a seed for each op that draws random numbers
-    checks: list[Node] = field(default_factory=list)  # nodes whose values raise an error after a call
-    tokens: int = 0  # how many outputs order the checks, and come first
-    is_derived_from: bool = False  # its ops are decomposed after the derivative is computed
+    checks: list[Node] = field(default_factory=list)  # nodes that check values after a call, and may raise an error
+    tokens: int = 0  # number of leading outputs that only order the checks
+    is_derived_from: bool = False  # True if the graph will be differentiated; its ops are decomposed afterwards
     traced: dict[str, str] = field(default_factory=dict)  # path of a repeated module -> "traced", or the equal module that was traced
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
 
@@ -106,9 +108,9 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that the program computes, in order: they depend on an input or a parameter, and an output depends on them.
+        """Nodes that the program computes, in order. They depend on an input or a parameter, and an output depends on them.
 
-        Sizes are not values of a program: they are part of types."""
+        Sizes are not included, because they are part of types."""
         calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
         needed = set(self.outputs)
         for node in reversed(calls):
@@ -118,7 +120,8 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """Values that the graph returns: written tensors, then the module's other results, which may be None, then checked conditions."""
+        """Values that the graph returns: new values of written tensors, then other results of the module, which may be None, then checked
+        conditions."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (one,))]
@@ -133,13 +136,13 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Values that the module returns under a key, such as `loss`."""
+        """Values that the module returns under a key such as `loss`, with their keys."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
         return {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
 
     @property
     def donated(self) -> dict[str, int]:
-        """Maps each written input of the fusion to the number of the result that takes its memory."""
+        """Maps each written input of the fusion to the index of the result that reuses its memory."""
         if self.update:
             return self.update.donated
         made = [node for node in self.outputs if node not in self.constants]
@@ -147,12 +150,12 @@ class Graph:
 
     @property
     def outputs(self) -> list[Node]:
-        """The returned nodes of the graph."""
+        """Returned values that are nodes of the graph."""
         return [node for node in self.returned if isinstance(node, Node)]
 
     @cached_property
     def fixed(self) -> dict[Node, Any]:
-        """The values that have no gradient: constants and buffers that nothing writes to."""
+        """Values that have no gradient: constants, and buffers that are not written to."""
         return {**self.constants, **self._buffers}
 
     @property
@@ -161,7 +164,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> set[str]:
-        """The buffers and constants of the module from which the program holds only values computed at compile time."""
+        """Names of buffers and constants of the module from which the program has only values that were computed at compile time."""
         read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
         known, following = set[Node](), [node for node in read if node in self.constants]
         while following:
@@ -173,7 +176,7 @@ class Graph:
 
     @cached_property
     def last_of(self) -> dict[str, Node]:
-        """The last node of each module, by the module's path."""
+        """Last node of each module, by the path of the module."""
         return {path: node for node in self.nodes for path in modules_of(node)}
 
     def is_held(self, node: Node) -> bool:
@@ -182,12 +185,12 @@ class Graph:
         return name in self.parameters or name in self.bound
 
     def wrong_dims(self, path: str, made: Any) -> ProgramError:
-        """Error: the result of a module cannot have the sharding that the plan states."""
+        """Error for a module whose result cannot have the sharding that the plan states."""
         dims, stated = getattr(made, "ndim", "several results of"), len(self.layouts.outputs[path])
         return ProgramError(f"plan: {path} returns {dims} dims, but {stated} are stated; write an axis or - for each dim")
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes values that depend on constants only. Buffers count as constants for values without other inputs."""
+        """Computes values that depend only on constants. Buffers count as constants for values without other inputs."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -202,7 +205,7 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # constants that the program reads become inputs, except numbers and masks that have a word
+        for node in self.nodes:  # constants that the program reads become inputs, except numbers and masks such as "causal"
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
@@ -224,7 +227,7 @@ class Graph:
                 self.bound[name] = value.contiguous()
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
-        """The type of a node's value, with these mesh axes."""
+        """Type of a node's value with these mesh axes."""
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
@@ -233,11 +236,11 @@ class Graph:
 
     @property
     def part(self) -> hw.Mesh | None:
-        """The mesh of the graph, if it is a part of the program's mesh."""
+        """Mesh of the graph if it is only a part of the program's mesh, otherwise None."""
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """The same graph, with these inputs replicated. Each rank slices its block. `results` are the types of its outputs."""
+        """Returns the graph with these inputs replicated. Each rank then slices its block. `results` are the types of the outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -251,18 +254,18 @@ class Graph:
 
     @cached_property
     def input_types(self) -> dict[str, TensorType]:
-        """The type of each input of the fusion, by name, with the sharding that the plan states."""
+        """Type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
 
 
 def expect_known(nodes: Sequence[Node]) -> None:
-    """Raises ProgramError for all ops that are missing, before anything runs."""
+    """Raises ProgramError that lists all unsupported ops, before anything runs."""
     missing = [node for node in nodes if not is_known(node)]
     if missing:
         counts = Counter(op_of(node) for node in missing)
         first = {op_of(node): location(node) for node in reversed(missing)}
-        words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with its namespace
+        words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with the namespace of the op
         listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
         names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
         remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
@@ -271,7 +274,7 @@ def expect_known(nodes: Sequence[Node]) -> None:
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
-    """The error with the nodes that caused it. An inner error keeps its nodes."""
+    """Attaches the nodes that caused an error to it. An error that has nodes already keeps them."""
     vars(error).setdefault("nodes", nodes)
     return error
 
@@ -289,7 +292,7 @@ _INSTEAD = {
 
 
 def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False) -> Graph:
-    """The graph of an exported program. Raises ProgramError if a part of it is not supported."""
+    """Reads the graph of an exported program. Raises ProgramError if a part of it is not supported."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     by_name = {node.name: node for node in exported.graph.nodes}
@@ -299,8 +302,8 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
     for node in checks:
         if node.args[1] is not torch.ops.aten._linalg_check_errors.default or is_derived_from:
             why, remedy = (
-                f"{node.args[1]} has an effect besides its result",
-                "leave it out, or use a function without it, such as inv_ex for inv",
+                f"{node.args[1]} has a side effect",
+                "omit it, or use a function without it, such as inv_ex for inv",
             )
             raise ProgramError(f"{why}, which is not supported{' in training' * is_derived_from}; {remedy}", location(node))
     for spec in exported.graph_signature.output_specs:
@@ -331,7 +334,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
 
 
 def _keys_in(spec: Any, path: str = "") -> Iterator[str]:
-    """Keys of a module's results, such as fields of classes, joined by "_". Elements of tuples have numbers."""
+    """Yields the keys of a module's results, such as names of fields, joined by "_". Elements of tuples have their index as key."""
     children = spec.children() if hasattr(spec, "children") else spec.children_specs
     keys = getattr(spec.context, "_fields", spec.context)
     if not isinstance(keys, list | tuple) or list(map(type, keys)) != [str] * len(children):
@@ -351,7 +354,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """The value of all elements; None if they differ."""
+    """The value that all elements have, or None if they differ."""
     first = value.flatten()[:1]
     is_same = bool((value == first).all()) and not (value.is_floating_point() and bool((value.signbit() != first.signbit()).any()))
     return first.item() if is_same and value.numel() else None
@@ -362,12 +365,12 @@ def is_known(node: Node) -> bool:
 
 
 def is_complex(node: Any) -> bool:
-    """True if a node joins the real and the imaginary part of a result. A program returns the parts separately."""
+    """True if a node combines the real and the imaginary part of a result. A program returns the two parts separately."""
     return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
 
 
 def is_size(node: Node) -> bool:
-    """True if a node computes a size that is known only at a call, or a condition on sizes."""
+    """True if a node computes a size that is known only when the program runs, or a condition on such sizes."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
@@ -387,7 +390,7 @@ def shape_of(value: Any) -> tuple[int | str, ...]:
 
 
 def size_of(size: int | torch.SymInt) -> int | str:
-    """A size as hostweave writes it: an int, or text such as `2*s0`."""
+    """Converts a size to Hostweave's form: an int, or a str such as `2*s0`."""
     if isinstance(size, int):
         return size
     text = str(size.node.expr).replace("**", "^").replace("//", "/")
@@ -400,8 +403,7 @@ def size_of(size: int | torch.SymInt) -> int | str:
 
 
 def modules_of(node: Node) -> list[str]:
-    """The paths of the modules in which a node was traced, the outermost first. A node of a derivative has the modules of its forward
-    node."""
+    """Paths of the modules in which a node was traced, outermost first. A node of a derivative has the modules of its forward node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [path for path, _ in stack.values() if path]
 
@@ -420,7 +422,7 @@ def location(node: Node) -> Location | None:
 
 
 def name_of_constant(node: Node) -> str:
-    """The user's name of a value or of the value that it views, if its line assigns one; otherwise torch's name."""
+    """The user's variable name for a value, or for the value that it views, if its line assigns one. Otherwise torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)
@@ -436,23 +438,24 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of(target: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` as `model_mlp_up_proj_weight_3`: the layer's number comes last, as arrays of structs require."""
+    """Converts `model.layers.3.mlp.up_proj.weight` to `model_mlp_up_proj_weight_3`. Layer numbers come last, as arrays of structs
+    require."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return "_".join([word for word in words if not word.isdigit()] + numbers)
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
-# Several nodes of a graph that are one op here.
+# Groups of nodes of a graph that become one op of the fusion.
 
 
 def op_of(node: Node) -> str:
-    """The name of the op, such as `add.Tensor`."""
+    """Name of the op, such as `add.Tensor`."""
     return str(node.target).removeprefix("aten.")
 
 
 def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """Returns the word for a constant mask of attention, "causal" or "none", or None if it is neither."""
+    """Recognises a constant mask of attention. Returns "causal", "none" (masks nothing), or None for any other mask."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool
@@ -466,7 +469,7 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
 
 
 def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
-    """(x, update, begin, dim) of a node `x.index_copy(dim, arange(n) + begin, update)`, which writes a cache."""
+    """Recognises a write to a cache, `x.index_copy(dim, arange(n) + begin, update)`. Returns (x, update, begin, dim), or None."""
     if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):
         return None
     x, indices, update = node.args[:3]
@@ -483,11 +486,12 @@ def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
 
 
 def repeated(node: Any) -> Node | None:
-    """The keys [B, G, S, E] before a node repeats each head, as transformers' `repeat_kv` does."""
+    """Recognises a node that repeats each head, as `repeat_kv` of transformers does. Returns the keys [B, G, S, E] before the
+    repetition."""
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":
-            continue  # with one group of heads the view needs no copy
+            continue  # the view of one group of heads needs no copy
         if op_of(chain[-1]) != op:
             return None
         chain.append(chain[-1].args[0])
@@ -497,7 +501,8 @@ def repeated(node: Any) -> Node | None:
 
 
 def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """x and the tables of `x * cos + rotate_half(x) * sin`, the rotary embedding of transformers, if the tables have no gradient."""
+    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns x and the tables if the tables have no
+    gradient."""
     products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
     if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
         return None

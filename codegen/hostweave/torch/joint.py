@@ -1,4 +1,4 @@
-"""A module's forward and backward pass as two graphs, by AOTAutograd's joint graph and torch's min-cut partitioner."""
+"""Splits a module into a forward graph and a backward graph, by AOTAutograd's joint graph and torch's min-cut partitioner."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.de
 
 @dataclass
 class Joint:
-    """The forward and backward graph of a module, and their common values. Values are numbered in the order of the joint graph."""
+    """Forward graph and backward graph of a module, and the values that they share. The order of values is that of the joint graph."""
 
     outer: Graph  # the exported graph
-    sources: list[Node]  # the nodes of `outer` that the joint graph takes
+    sources: list[Node]  # nodes of `outer` that are arguments of the joint graph
     origins: list[Origin]  # the meanings of `sources`
-    results: list[Node]  # the nodes of `outer` that are computed
+    results: list[Node]  # nodes of `outer` that the joint graph computes
     differentiable: list[bool]  # True for each result that has a gradient
-    whole: GraphModule  # results, then the gradients of all sources
-    needs_gradient: dict[str, bool]  # by name of an argument
+    whole: GraphModule  # joint graph: returns the results, then the gradients of all sources
+    needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
 
     @cached_property
     def _parts(self) -> tuple[GraphModule, GraphModule]:
@@ -74,7 +74,7 @@ class Joint:
 
     @property
     def forward(self) -> GraphModule:
-        """Graph of the results and of the values that the backward pass needs."""
+        """Graph of the results, and of the values that the backward pass needs."""
         return self._parts[0]
 
     @property
@@ -83,7 +83,7 @@ class Joint:
         return self._parts[1]
 
     def forward_graph(self) -> Graph:
-        """Graph of the results and then of the saved values, whose shardings are inferred."""
+        """Prepared graph of the results followed by the saved values. The shardings of saved values are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
         graph.results = [*self._of_results, *(None for _ in self.saved)]
@@ -91,7 +91,7 @@ class Joint:
         return graph
 
     def _labels(self, alone: str) -> list[str]:
-        """Names of the results, which are their keys in the module's return value. A single result without a key is called `alone`."""
+        """Names of the results: their keys in the module's return value. A single result without a key is named `alone`."""
         return [self.outer.keys.get(node, alone if len(self.results) == 1 else "") for node in self.results]
 
     @property
@@ -101,9 +101,9 @@ class Joint:
         return {f"tangents_{number}": f"gradient_{label or number}" for number, label in enumerate(labels, 1)}
 
     def step_graph(self, scale: str = "") -> Graph:
-        """Graph of the results and then of the parameters' gradients. The one scalar result is the loss.
+        """Prepared graph of the results followed by the gradients of the parameters. The only scalar result is the loss.
 
-        `scale` names an argument that multiplies the loss before gradients are computed.
+        `scale` is the name of an argument by which the loss is multiplied before gradients are computed.
         """
         whole = self._joined()
         origins = self._origins(whole)
@@ -120,7 +120,7 @@ class Joint:
         return graph
 
     def _joined(self) -> GraphModule:
-        """The forward graph and then the backward graph, which recomputes values that were not saved."""
+        """Concatenates the forward graph and the backward graph. The backward graph recomputes values that were not saved."""
         graph, root = torch.fx.Graph(), torch.nn.Module()
         values: dict[str, Node] = {}
         for node in self.whole.graph.nodes:
@@ -139,7 +139,7 @@ class Joint:
                     own[node] = graph.node_copy(node, own.__getitem__)
                     if node.op == "get_attr":
                         setattr(root, node.target, getattr(part, node.target))
-                    if part is self.backward and "nn_module_stack" in node.meta:  # recomputed nodes belong to the derivative
+                    if part is self.backward and "nn_module_stack" in node.meta:  # recomputed nodes count as part of the derivative
                         own[node].meta["fwd_nn_module_stack"] = own[node].meta.pop("nn_module_stack")
             values.update((node.name, copy) for node, copy in own.items())
         graph.output(tuple(returned))
@@ -147,14 +147,15 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """The shardings of results: replicated, unless the plan or the module states a sharding, or a result has the rows of a rank."""
+        """Shardings of results. None (inferred) if the plan or the module states one. Otherwise they are sharded by the rows of ranks, or
+        replicated."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
         return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
-        """Graph of the gradients of parameters and arguments, from saved values and gradients of results.
+        """Prepared graph of the gradients of parameters and arguments, computed from saved values and from the gradients of results.
 
         `types` are the types of the forward program's results, in order.
         """
@@ -166,7 +167,7 @@ class Joint:
         of_name = {node.name: node for node in origins}
         for (saved, name), one in zip(self.saved.items(), axes[len(self.results) :], strict=True):
             node, stated[name] = of_name[saved.name], one
-            del origins[node]  # so that they follow the others, in order
+            del origins[node]  # removed and added again, so that saved values come last
             origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
         layouts = self._layouts()
         inputs = {**layouts.inputs, **{name: one for name, one in stated.items() if one is not None}}
@@ -177,28 +178,27 @@ class Joint:
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:
-        """The shardings of gradients, and shardings that are stated where gradients are computed. Gradients between layers get the sharding
-        after the first layer."""
+        """Shardings of gradients, and shardings to state for nodes that compute gradients of parameters."""
         placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
         return [self.axes_of(origin) for _, origin in given], placed
 
     @cached_property
     def saved(self) -> dict[Node, str]:
-        """The nodes of the forward graph that the backward graph takes, and their names."""
+        """Nodes of the forward graph whose values the backward graph reads, with their names."""
         return _in_rows(_named(self._kept(self.forward)))
 
     def source_of(self, node: Node) -> int | None:
-        """The number of the source for a placeholder of one of the graphs; None for other placeholders."""
+        """Index of the source for a placeholder of one of the graphs. None for other placeholders."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
     def numbers_of(self, graph: Graph) -> dict[str, int]:
-        """The arguments of a program that are sources, by name, with the number of each."""
+        """Inputs of a program that are sources, by name, with the index of each source."""
         taken = [*graph.arguments, *([] if graph.seeds is None else [graph.seeds])]
         named = ((graph.names[node], self.source_of(node)) for node in taken if node in graph.names)
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
-        """The sharding of an origin's tensor, and of its gradient."""
+        """Sharding of an origin's tensor, which its gradient shares."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -218,13 +218,13 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Torch's decompositions and those of this package. They are cached, because torch visits all of its ops to list them."""
+    """Decompositions of torch and of this package. They are cached, because torch visits all of its ops to list them."""
     return {**core_aten_decompositions(), **decompositions()}
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """The forward and backward graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss` they are
-    gradients of the only scalar result.
+    """Traces the joint graph of an exported module. `wanted` selects the arguments that get gradients. With `of_loss`, gradients are those
+    of the only scalar result.
     """
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
@@ -290,7 +290,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _computed_of(graph: Any) -> list[Node]:
-    """The nodes that depend on what a graph takes; others are constants."""
+    """Nodes that depend on placeholders of a graph. All others are constants."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
@@ -299,7 +299,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides the gradients of results that have the rows of a rank, because losses of ranks are averaged, as in `fully_shard`."""
+    """Divides the gradients of results that are sharded by rows, because the losses of ranks are averaged, as in `fully_shard`."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -314,7 +314,7 @@ def _losses(results: list[Node]) -> list[Node]:
     found = [node for node in results if node.meta["val"].is_floating_point() and node.meta["val"].ndim == 0]
     if len(found) != 1:
         why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
-        raise ProgramError(f"optimizer: {why}; return one, or leave optimizer= out and call backward() and step()")
+        raise ProgramError(f"optimizer: {why}; return one, or omit optimizer= and call backward() and step()")
     return found
 
 
@@ -332,7 +332,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
-    """Patterns that depend on constants: the word of attention's mask, and the operands of rotary embeddings."""
+    """Patterns that depend on constants: attention masks such as "causal", and operands of rotary embeddings."""
     found: dict[Node, Any] = {}
     for node in outer.nodes:
         mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
@@ -344,7 +344,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
 
 
 def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
-    """Computes a node of the exported graph, with ops that have custom derivatives if possible."""
+    """Computes a node of the exported graph, with an op that has a custom derivative if there is one."""
 
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
@@ -366,7 +366,7 @@ def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
         made = Silu.apply(*args)  # type: ignore[no-untyped-call]
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
-    elif op == "view.default":  # strides come from single-device kernels, and have no meaning here
+    elif op == "view.default":  # strides come from kernels for one device, and have no meaning here
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
         made = with_derivative(args[1], args[0])
@@ -406,7 +406,7 @@ def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
 
 
 def _simplify(made: GraphModule) -> None:
-    """Removes nodes that do not compute, and gives nodes of the backward pass the user's lines of their forward nodes."""
+    """Removes nodes that compute nothing. Nodes of the backward pass get the source lines of their forward nodes."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
         if node.op == "call_function" and op_of(node) in _SAME:
@@ -423,7 +423,7 @@ def _simplify(made: GraphModule) -> None:
 
 
 def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views of sources, because the forward pass would have to copy them to save them."""
+    """Makes the backward pass recompute views of sources. To save them, the forward pass would have to copy them."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -436,8 +436,8 @@ def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
 
 
 def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the same values: those that most of them save. Cuts of equal size leave a choice. Returns False if nothing
-    changes."""
+    """Makes equal layers save the same values: those that most of them save. The min cut is not unique, so layers may differ. Returns False
+    if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():
@@ -456,7 +456,7 @@ def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def _named(saved: list[Node]) -> dict[Node, str]:
-    """Names for saved values: the names of repeated layers end with the layer's number, as arrays of structs require."""
+    """Names saved values. In repeated layers, names end with the layer's number, as arrays of structs require."""
     counts: Counter[str] = Counter()
     names = {}
     for node in saved:
@@ -471,7 +471,7 @@ def _named(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values: first values that all layers save, layer by layer, then the others."""
+    """Sorts saved values: first those that all layers save, layer by layer, then the others."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -1,4 +1,4 @@
-"""Equal modules of a list, such as the layers of a model."""
+"""Finds equal modules of a list, such as the layers of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from hostweave.torch.graph import Graph, is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module: consecutive nodes, the values that they read from outside, and the nodes that are read outside."""
+    """A repeated module: its nodes, which are consecutive, the values from outside that they read, and their values that are read
+    outside."""
 
     path: str
     name: str
@@ -30,24 +31,24 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # argument -> result that the next layer takes in its place
+    chain: list[Node | None] = field(default_factory=list)  # per argument: result passed to the next layer as it
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Each argument, and the result of the first layer that equal layers take in its place."""
+        """Each argument, with the result of the first layer that equal layers read in its place, or None."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
-        """Maps the number of each argument that the layer writes to the number of the result that replaces it."""
+        """Maps the index of each argument that the layer writes to, to the index of the result that is its new value."""
         places = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
         return {number: places[value] for number, value in pairs if value in places}
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """The modules of a list, such as `layers.0`, that compute the same as other modules of the list. Compares the structure of their
-    nodes."""
+    """Modules of a list, such as `layers.0`, that compute the same as other modules of the list. The structure of their nodes is
+    compared."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -58,7 +59,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
     layers, firsts = [], dict[object, Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
-            continue  # operations of other modules are between those of this one
+            continue  # nodes of other modules are between the nodes of this one
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
@@ -77,13 +78,13 @@ def repeated_layers(graph: Graph) -> list[Layer]:
 
 
 def alike(layers: list[Layer]) -> list[Layer]:
-    """Layers that compute the same as others."""
+    """Layers that compute the same as at least one other layer."""
     counts = Counter(id(layer.like) for layer in layers)
     return [layer for layer in layers if counts[id(layer.like)] > 1]
 
 
 class Path(NamedTuple):
-    """Path and class of a module of a list. In the graph of a whole step, a module's derivative has a separate path."""
+    """Path and class of a module of a list. In the graph of a whole training step, the derivative of a module has a separate Path."""
 
     path: str
     kind: str
@@ -110,8 +111,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values that several modules use, and that the first one computes from shared tensors only, such as the bias of a mask. Values of a
-    module's derivative are not shared.
+    """Values that several modules use, and that the first one computes only from shared tensors, such as the bias of a mask. Values of a
+    derivative are not shared.
     """
     free, shared = set[Node](), set[Node]()
     for node in nodes:
@@ -130,7 +131,8 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts the nodes such that the nodes of a group are consecutive, if no node between them depends on one and feeds another."""
+    """Sorts nodes so that the nodes of a group are consecutive. This fails for a group if a node outside depends on the group and feeds
+    it."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}
@@ -142,7 +144,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
             for key, of_key in members.items()
         }
         sorter = TopologicalSorter(before)
-        with suppress(CycleError):  # nodes before a cycle can still be sorted
+        with suppress(CycleError):  # if there is a cycle, the nodes before it are still sorted
             sorter.prepare()
         ready, sorted_ = [first[key] for key in sorter.get_ready()], list[Any]()
         heapify(ready)
@@ -171,12 +173,12 @@ def _layer(graph: Graph, of: Path, nodes: list[Node]) -> Layer:
 
 
 def snake_case(name: str) -> str:
-    """Converts the name of a class to the name of a function: llama_decoder_layer for LlamaDecoderLayer."""
+    """Converts the name of a class to snake case: LlamaDecoderLayer to llama_decoder_layer."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _signature(graph: Graph, layer: Layer) -> object:
-    """Key that is equal for layers that compute the same."""
+    """Key of a layer. Layers that compute the same have equal keys."""
     number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
     number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
     stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}

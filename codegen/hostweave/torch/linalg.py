@@ -1,5 +1,6 @@
-"""ATen's factorisations of matrices, written with other ops: one step per row, for matrices of up to 32 rows. See `composed`. Errors are
-reported like in torch's ops with `_ex`: `info` is the number of the first row that fails. Triangles of any size are inverted by blocks.
+"""ATen's matrix factorisations for matrices of up to 32 rows, written in terms of other ops, with one step per row. See `composed`. Errors
+are reported as in torch's ops with `_ex`: `info` is the number of the first row that fails. Triangular matrices of any size are inverted by
+blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ _ROWS = 32
 
 
 def _rows(a: Any) -> Any:
-    """The numbers of rows, [rows, 1]."""
+    """Row indices, [rows, 1]."""
     return torch.arange(a.shape[-2], device=a.device).unsqueeze(-1)
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """The rule of an op, which refuses matrices with more rows, and complex matrices."""
+    """Rule for an op. It does not apply to matrices with more rows, or to complex matrices."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -31,7 +32,7 @@ def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..
 
 
 def _first(failed: list[Any]) -> Any:
-    """The number, from 1, of the first step that failed, 0 if none did."""
+    """Number of the first step that failed, counted from 1. It is 0 if none failed."""
     info = torch.zeros_like(failed[0], dtype=torch.int32)
     for number in range(len(failed), 0, -1):
         info = torch.where(failed[number - 1], number, info)
@@ -42,14 +43,14 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """Solves a x = b, where a is triangular."""
+    """Solves a x = b for triangular a."""
     return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
 
 
 def _inverse(a: Any, unit: bool) -> Any:
-    """Inverts a lower triangle. Each step doubles the size of the blocks on the diagonal that are inverted.
+    """Inverts a lower triangular matrix. Each step doubles the size of the diagonal blocks that are inverted.
 
-    The inverse of [[A, 0], [C, B]] has -B^-1 C A^-1 below A^-1.
+    The inverse of [[A, 0], [C, B]] has the block -B^-1 C A^-1 below A^-1.
     """
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
@@ -105,7 +106,8 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and the steps that fail."""
+    """LU factorisation. Returns L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps
+    fail."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []
@@ -133,7 +135,7 @@ def lu_factor_ex(a: Any, *, pivot: bool = True, check_errors: bool = False) -> A
 
 
 def _order_of(pivots: Any, rows: Any) -> Any:
-    """The source of each row, from the pivot rows of the steps."""
+    """Source of each row, computed from the pivot rows of the steps."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
     for k in range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
@@ -204,7 +206,7 @@ def inv_ex(a: Any, *, check_errors: bool = False) -> Any:
 
 
 def _sign(pivots: Any) -> Any:
-    """1 if the number of exchanges is even, else -1."""
+    """1 if the number of row exchanges is even, otherwise -1."""
     moved = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)).sum(-1)
     return 1 - 2 * torch.remainder(moved, 2)
 
@@ -238,7 +240,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops whose derivatives torch knows. The gradients of Cholesky ops are symmetric.
+# Ops whose derivatives torch has. Gradients of Cholesky ops are symmetric.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

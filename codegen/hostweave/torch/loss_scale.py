@@ -1,4 +1,4 @@
-"""The scale of a loss whose gradients have 16 bits: the work of `torch.amp.GradScaler` for a step that is one program."""
+"""Loss scaling for 16-bit gradients: does the work of `torch.amp.GradScaler` in a training step that is one program."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import cast
 
-SCALE = "loss_scale"  # the input of the programs that is the gradient of the loss
+SCALE = "loss_scale"  # input of the programs: the gradient of the loss
 
 
 class LossScale:
-    """A GradScaler, which holds the scale, and learns for each step if it was skipped."""
+    """A GradScaler. It has the scale, and is told after each step whether the step was skipped."""
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient marks other gradients as not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient tells the scaler whether other gradients are not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod
     def of(cls, scaler: GradScaler | None, device: torch.device) -> LossScale | None:
-        """The scale of a GradScaler; None if it is disabled. Raises ProgramError for other objects."""
+        """Wraps a GradScaler. Returns None if it is disabled. Raises ProgramError for other objects."""
         if not isinstance(scaler, GradScaler | None):
-            raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or leave scaler= out")
+            raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or omit scaler=")
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None
 
     def now(self) -> torch.Tensor:
-        """The scale, on this rank."""
+        """The current scale, on this rank."""
         scale: torch.Tensor = self._scaler.scale(torch.ones((), device=self._device))
         return scale
 
     def update(self, found: torch.Tensor) -> bool:
-        """Updates the scale after a step that found `found` gradients not finite. Returns True if the step was skipped."""
+        """Updates the scale after a step in which `found` gradient elements were not finite. Returns True if the step was skipped."""
         is_skipped = bool(found > 0)
         self._flag.grad = torch.full((), float("inf") if is_skipped else 0.0, device=self._device)
         self._scaler.unscale_(self._of_flag)
@@ -45,7 +45,7 @@ class LossScale:
 
 
 def unscaled(gradients: Sequence[hw.Tensor], scale: hw.Tensor) -> tuple[list[hw.Tensor], hw.Tensor]:
-    """Gradients divided by the scale, and the number of their elements that are not finite."""
+    """Divides gradients by the scale. Also returns the number of elements that are not finite."""
     wide = [cast(one, torch.float32) if one.dtype != hw.f64 else one for one in gradients]
     counts = [hw.sum(hw.astype(one - one != 0, hw.f32)) for one in wide]
     inverse = 1 / scale

@@ -1,6 +1,6 @@
-"""Ops that replace ATen's in training graphs. Each is one op, forward and backward, under every sharding. ATen's own derivatives flatten
-leading dims, which prevents their sharding, and select single-device kernels. These ops have no kernels: AOTAutograd traces them, and they
-are compiled.
+"""Ops that replace ATen ops in training graphs. Each remains one op in the forward and in the backward pass, for every sharding. ATen's own
+derivatives flatten leading dims, which prevents sharding them, and select kernels for one device. The ops have no kernels: AOTAutograd
+traces them, and Hostweave compiles them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _nothing(*_: Any) -> tuple[Any, ...]:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product, as in torch. Its derivatives are products of transposed operands."""
+    """Matmul as in torch. Its derivatives are matmuls of transposed operands."""
     made: torch.Tensor = ops.matmul(a, b, False, False)
     return made
 
@@ -166,7 +166,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention with its scores in memory, for dropout and for masks of another dtype."""
+    """Attention that stores its scores, for dropout and for masks of another dtype."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -203,7 +203,7 @@ LIBRARY.impl(
 _op(
     "reshard(Tensor x, str layout) -> Tensor",
     lambda x, _: x.new_empty(x.shape),
-    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value has its sharding
+    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient has the sharding of the value
     lambda i, _: i[1:],
 )
 LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
@@ -212,12 +212,12 @@ LIBRARY.define("detach(Tensor x) -> Tensor")
 LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
 
 
-# --- functions with derivatives of the user's own ---------------------------------------------------------------------
+# --- functions with custom derivatives --------------------------------------------------------------------------------
 
 
 @dataclass
 class _Called:
-    """A torch.autograd.Function with its arguments, without the tensors."""
+    """A torch.autograd.Function with the arguments of a call, except for tensors."""
 
     function: Any
     leaves: list[Any]
@@ -225,7 +225,7 @@ class _Called:
     is_single: bool = True
 
     def apply(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Calls torch's own `apply`, which records the derivative, on these tensors."""
+        """Calls torch's own `apply` on these tensors, which records the derivative."""
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
         made = super(_SingleLevelFunction, self.function).apply(*args, **kwargs)  # type: ignore[misc]
@@ -239,7 +239,7 @@ LIBRARY.impl("hostweave::function", lambda given, number: _CALLED[number].apply(
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One op that replaces a torch.autograd.Function. Equal calls share one number, so that equal layers trace to equal graphs."""
+    """Records a torch.autograd.Function as one op. Equal calls share a number, so that equal layers have equal graphs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
     number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))
@@ -254,12 +254,12 @@ def _is_same_call(one: _Called, other: _Called) -> bool:
 
 
 def with_derivative(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Calls the Function of this number, with the derivative that the user wrote."""
+    """Calls the Function with this number, with the derivative that the user wrote."""
     return _CALLED[number].apply(tensors)
 
 
 class Silu(torch.autograd.Function):
-    """torch's silu. Its derivative uses the number 1 in place of ATen's tensor of ones."""
+    """torch's silu. Its derivative uses the number 1, where ATen's uses a tensor of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

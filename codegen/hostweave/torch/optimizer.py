@@ -1,7 +1,7 @@
-"""The step of a torch optimizer, recorded from its own code: ATen ops on one parameter, its gradient and its state.
+"""Records the step of a torch optimizer by running its code: ATen ops on one parameter, its gradient and its state.
 
-The code runs on tensors of the device "meta", which have no memory. Values of the host, such as the number of the step, are computed for
-real, and enter the ops as numbers.
+The code runs on tensors of the device "meta", which have no memory. Values on the host, such as the number of the step, are really
+computed, and are numbers in the recorded ops.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hostweave.base.errors import ArgumentError, Location, ProgramError, stated_
 from hostweave.torch.aten import TABLE, cast, computed
 from hostweave.torch.graph import shape_of
 
-PARAMETER, GRADIENT = "parameter", "gradient"  # the values that the step of each optimizer reads
+PARAMETER, GRADIENT = "parameter", "gradient"  # names of the values that every optimizer's step reads
 _OFF = ("foreach", "fused")  # options that do not change the results
-_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that change from step to step; other options are compiled as constants
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps; others are compiled as constants
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
 
 
 @dataclass(frozen=True)
 class OperandSource:
-    """An operand: the parameter, the gradient or an entry of the state, by name; or a result of an op, by its number."""
+    """An operand. `source` is the name of the parameter, the gradient or an entry of the state, or the index of an op that computes it."""
 
     source: str | int
     result: int = 0
@@ -46,14 +46,14 @@ class OperandSource:
 
 @dataclass(frozen=True)
 class Number:
-    """An operand that is a number, by its position among the numbers of the step."""
+    """An operand that is a number. `at` is its index among the numbers of the step."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` has the dtypes and shapes of its results, `location` the optimizer's line."""
+    """An ATen op without side effects. `made` has the dtypes and shapes of its results. `location` is the line of the optimizer's code."""
 
     name: str
     args: tuple[Any, ...]
@@ -63,27 +63,28 @@ class UpdateOp:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Key that is equal for the same op of another step."""
+        """Key of the op. The same op of another step has an equal key."""
         return self.name, str(self.args), str(dict(self.kwargs)), str([one.dtype for one in pytree.tree_leaves(self.made)])
 
 
 @dataclass
 class UpdateStep:
-    """One step of an optimizer for one parameter. `results` says which value the parameter and each entry of the state become."""
+    """One step of an optimizer for one parameter. `results` gives the new value of the parameter and of each entry of the state."""
 
     ops: list[UpdateOp]
     numbers: list[float]
-    roles: list[str]  # role of each number in its op: "mul", "addcdiv_value"
+    roles: list[str]  # role of each number in its op, such as "mul" or "addcdiv_value"
     results: dict[str, OperandSource]
-    filled: dict[str, float]  # entries of the state that this step creates, and their initial value
-    host: dict[str, Any]  # entries of the state outside of the program, after the step
+    filled: dict[str, float]  # entries of the state that this step creates -> initial value
+    host: dict[str, Any]  # entries of the state that stay on the host, after the step
 
     @property
     def words(self) -> tuple[object, ...]:
         return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
-        """The new parameter and state, from the values by name. `numbers` are inputs of the program; the other numbers are constants."""
+        """New parameter and state, computed from the values by name. `numbers` are inputs of the program. All other numbers are
+        constants."""
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -96,7 +97,7 @@ class UpdateStep:
             args, kwargs = pytree.tree_map(
                 operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, OperandSource | Number)
             )
-            if isinstance(kwargs.get("alpha"), hw.Tensor):  # ops of the table take a number
+            if isinstance(kwargs.get("alpha"), hw.Tensor):  # table entries take only Python numbers as alpha
                 args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
             with stated_location(op.location):
                 made.append(computed(op.name, SimpleNamespace(meta={"val": op.made}), args, kwargs, shape_of, anything))  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ class UpdateStep:
 
 
 class Shadow:
-    """A parameter without memory and its state, on which the steps of an optimizer's group are recorded."""
+    """A parameter without memory, and its state. The steps of an optimizer for one parameter group are recorded on it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
         self._optimizer, self._group = optimizer, group
@@ -119,8 +120,8 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step with the group's options, or with these, and updates the state. Raises ProgramError if the code cannot be
-        recorded.
+        """Records a step with the options of the group, or with the given ones, and updates the state. Raises ProgramError if the code
+        cannot be recorded.
         """
         recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         group = options or self._optimizer.param_groups[self._group]
@@ -141,17 +142,17 @@ class Shadow:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """The entries of the state that are tensors of the program."""
+        """Entries of the state that are tensors of the program."""
         return {key: value for key, value in self.state.items() if isinstance(value, torch.Tensor) and value.is_meta}
 
 
-_REMEDY = "leave optimizer= out, and call backward() and step()"
+_REMEDY = "omit optimizer=, and call backward() and step()"
 
 
 def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
-    """The same optimizer with one parameter and without its hooks."""
+    """Copy of the optimizer that has only one parameter, and no hooks."""
     shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)  # copy() would only copy the saved attributes
+    shadow.__dict__.update(optimizer.__dict__)  # copy() would copy only the pickled attributes
     shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
     shadow.state = defaultdict(dict, {parameter: dict(state)} if state else {})
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -159,7 +160,7 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if the first step, which makes these entries of the state, is the same as if they had been zeros."""
+    """True if the first step, which creates these entries of the state, computes the same as if they had been zeros."""
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for zeros in (False, True):
@@ -169,7 +170,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
             parameter.grad = gradient.clone()
             try:
                 type(optimizer).step(made)
-            except Exception:  # it expects further entries
+            except Exception:  # the code expects further entries
                 return False
         ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))
@@ -179,7 +180,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the ops on tensors of the device "meta". In-place ops are recorded in their functional form."""
+    """Records ops on tensors of the device "meta". In-place ops are recorded in their functional form."""
 
     def __init__(self, given: Mapping[str, torch.Tensor], optimizer: type):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,16 +188,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[UpdateOp] = []
         self._numbers: list[float] = []
         self._roles: list[str] = []
-        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in it -> value
-        self._first: dict[int, OperandSource] = {}  # value of each storage
-        self._held: list[torch.Tensor] = []  # kept alive, so that their storages are not reused
+        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in that storage -> its value
+        self._first: dict[int, OperandSource] = {}  # storage -> its first value
+        self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
-        """Returns the recorded step. State that the step fills counts as filled before the step."""
+        """Returns the recorded step. State that the step itself fills counts as filled before the step."""
         filled: dict[str, float] = {}
-        named: dict[OperandSource, OperandSource] = {}  # result of filling -> entry of the state
+        named: dict[OperandSource, OperandSource] = {}  # result of an op that fills -> entry of the state
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
@@ -249,7 +250,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if base == "detach" or (base == "alias" and target is None):
             return made
         plain = _plain(func, base, overload, passed, target)
-        if isinstance(plain, torch.Tensor):  # a copy of the whole tensor
+        if isinstance(plain, torch.Tensor):  # a copy of a whole tensor
             self._put(target, self._get(plain), anew=True)
             return made
         name, args, kwargs = plain
@@ -285,7 +286,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """An operand of an op: a value of the program, a number, or an attribute such as a dim."""
+        """Operand of an op: a value of the program, a number, or an attribute such as a dim."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)
@@ -302,7 +303,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Assigns a value to a tensor. A write invalidates its other views."""
+        """Assigns a value to a tensor. With `anew` it is a write, which invalidates other views of the storage."""
         storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -323,7 +324,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
-    """The name and arguments of the functional form of an op. For a plain copy of a tensor, that tensor."""
+    """Name and arguments of the functional form of an op. For a plain copy of a tensor, that tensor."""
     if target is None:
         names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
         return (
@@ -362,13 +363,13 @@ def _schema(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Lets code that reads a number from a tensor of the device "meta" continue with the tensor."""
+    """Lets code that reads a number from a tensor of the device "meta" continue with the tensor in its place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "item" and args[0].is_meta:
             return args[0]
-        for key, at in (("alpha", 1), ("value", 1)):  # arguments that must be numbers
+        for key, at in (("alpha", 1), ("value", 1)):  # arguments that torch requires to be numbers
             if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > at:
                 scaled = args[at] * kwargs[key]
                 kwargs = {name: value for name, value in kwargs.items() if name != key}
@@ -376,12 +377,13 @@ class _LazyNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_CHANGING = threading.RLock()  # held while the module of an optimizer is changed
+_CHANGING = threading.RLock()  # held while globals of an optimizer's module are replaced
 
 
 @contextmanager
 def _lazy_numbers(optimizer: type) -> Iterator[None]:
-    """Inside, `max` and `min` in the module of an optimizer accept tensors. One thread at a time changes a module."""
+    """Makes `max` and `min` in the module of an optimizer accept tensors inside the `with` block. Only one thread at a time changes a
+    module."""
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
@@ -396,7 +398,7 @@ def _lazy_numbers(optimizer: type) -> Iterator[None]:
 
 
 def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    """`max` or `min` that clamps a tensor by numbers."""
+    """Variant of `max` or `min` that clamps a tensor by numbers."""
 
     def chosen(*values: Any, **how: Any) -> Any:
         tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
@@ -408,18 +410,18 @@ def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
     return chosen
 
 
-# --- what changes from step to step -----------------------------------------------------------------------------------
+# --- numbers that change from step to step ----------------------------------------------------------------------------
 
 
 class RecordedStep:
-    """The step of an optimizer for similar parameters of a group, with the numbers that change and the initial state."""
+    """The step of an optimizer for similar parameters of a group, the numbers in it that change, and the initial state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
         wide = torch.promote_types(dtype, torch.float32)
         own, self._shadow = Shadow(optimizer, group, shape, dtype), Shadow(optimizer, group, shape, wide)
         own.step()
-        self.entries: dict[str, torch.Tensor] = own.tensors  # entries of the state that a program has, without memory
+        self.entries: dict[str, torch.Tensor] = own.tensors  # entries of the state that are inputs of a program, as tensors without memory
         first = self._shadow.step()
         self._entries, self.order = self._shadow.tensors, list(self._shadow.state)
         self._hosts = {key: value for key, value in self._shadow.state.items() if _is_host(value)}
@@ -439,7 +441,7 @@ class RecordedStep:
         self.options = self._plain_options()
 
     def _initial(self, first: UpdateStep, dims: int, has_state: bool) -> dict[str, float]:
-        """The value that each entry of the state has before the first step."""
+        """Value of each entry of the state before the first step."""
         if self._is_first_alike or has_state:
             return {key: first.filled.get(key, 0) for key in self.entries}
         if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
@@ -448,7 +450,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step before compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Steps in which one scheduled option is slightly changed. Omits options for which the optimizer's code then fails."""
+        """Steps in which one scheduled option is slightly changed. Options for which the optimizer's code then fails are left out."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -467,13 +469,13 @@ class RecordedStep:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """Parameters with equal words have equal numbers."""
+        """Key of the step. Parameters with equal keys have equal numbers."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """The step after this state of the host, which is None before the first step. Raises ArgumentError if it differs from the compiled
-        step of module `name`.
+        """Returns the step that follows a state on the host. The state is None before the first step. Raises ArgumentError if the step
+        differs from the compiled one. `name` is the module's name for the message.
         """
         entries = {key: self._entries[key] for key in self.entries}
         if host is not None:
@@ -491,14 +493,14 @@ class RecordedStep:
         return step
 
     def _changed(self) -> str:
-        """An option that has changed since compile time."""
+        """Describes an option that has changed since compile time, or ""."""
         for key, value in self._plain_options().items():
             if str(self.options.get(key)) != str(value) and (key not in _SCHEDULED or not self.options.get(key)):
                 return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile"
         return ""
 
     def _like(self, key: str, value: float) -> Any:
-        """A value of the host, in the form in which the optimizer keeps it."""
+        """Converts a value on the host to the form in which the optimizer stores it."""
         return torch.tensor(value, dtype=self._hosts[key].dtype) if key in self._hosts else value
 
 
@@ -507,7 +509,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """A slightly changed option; None if it is not a number, `of_zero` for 0."""
+    """A slightly changed option. `of_zero` if it is 0, and None if it is not a number."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

@@ -1,4 +1,4 @@
-"""Pipelines: stages of a model on parts of a mesh, through which micro-batches pass, as one program of forward and backward pass."""
+"""Pipelines: micro-batches pass through stages of a model on parts of a mesh, in one program for forward and backward pass."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _HERE = "hostweave.torch.compile"
 
 
 class Pipeline:
-    """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds gradients to `.grad`.
+    """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
-    `program` is its program. Ranks of the last stage get the loss, and ranks of a stage the gradients of its parameters. If all ranks are
-    in this process, a call takes whole arguments and returns both. A rank passes None for arguments that its stages do not take.
+    `program` is its program. In a group, only ranks of the last stage get the loss, and a rank gets the gradients of its stages'
+    parameters. A rank passes None for arguments that its stages do not take. If all ranks are in this process, a call takes whole
+    arguments, and returns the loss and all gradients.
 
-    With `optimizer` a call updates parameters and `optimizer.state` in place instead, each rank those of its stages. With `clip_grad_norm`,
-    `grad_norm` is the norm of the gradients of all stages before clipping, in the last call.
+    With `optimizer`, a call instead updates parameters and `optimizer.state` in place. Each rank updates those of its stages. With
+    `clip_grad_norm`, `grad_norm` is the norm of the gradients of all stages before clipping, in the last call.
     """
 
     def __init__(self, inputs: PipelineInputs, program: Program, names: list[str]):
@@ -46,7 +47,8 @@ class Pipeline:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Computes the loss and the gradients of these arguments, or makes a step. Returns None on ranks outside of the last stage.
+        """Computes the loss and the gradients for these arguments, or makes a training step. Returns None on ranks outside of the last
+        stage.
 
         Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
         """
@@ -67,7 +69,7 @@ class Pipeline:
                     number, one = self._inputs.arguments[name]
                     is_here = rank is None or rank in type.mesh_in(self.program.mesh).all_ranks
                     if is_here and batches[number] is None:
-                        raise ArgumentError(f"pipeline: {self._names[number]} is None, and rank {rank} takes it; pass this rank's rows")
+                        raise ArgumentError(f"pipeline: {self._names[number]} is None, but rank {rank} takes it; pass this rank's rows")
                     given[name] = batches[number][one] if is_here else None  # type: ignore[index]
             made = self.program(**given, group=group) if group else self.program.run(**given)
             loss, *others = made if isinstance(made, tuple) else (made,)
@@ -81,7 +83,7 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """The inputs of the optimizer's step, None for those of other ranks, and the state on the host after it, by stage."""
+        """Inputs for the optimizer's step (None for those of other ranks), and the state on the host after the step, by stage."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():
@@ -115,7 +117,7 @@ class Pipeline:
         return value.detach().contiguous().chunk(count)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
-        """The array of a tensor that the program takes: this rank's block, or the whole array if all ranks are in this process."""
+        """Array that the program takes for a tensor: this rank's block, or the whole tensor if all ranks are in this process."""
         tensor = held.detach()
         if rank is None:
             return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
@@ -193,9 +195,9 @@ def compiled_pipeline(
 
 
 def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments in the order of their names."""
+    """Arguments in the order of their names."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names) or len(given) != len(args) + len(kwargs) or sorted(given) != sorted(names):
         listed = ", ".join([*(f"#{number + 1}" for number in range(len(args))), *kwargs]) or "none"
-        raise ArgumentError(f"pipeline: takes {', '.join(names)}, and was given {listed}; pass each once")
+        raise ArgumentError(f"pipeline: takes {', '.join(names)}, but was given {listed}; pass each once")
     return [given[name] for name in names]

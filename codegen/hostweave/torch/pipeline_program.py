@@ -23,19 +23,19 @@ from hostweave.types.tensor import TensorType
 
 
 class PipelineInputs:
-    """The inputs of a pipeline's program, by name, and the steps of the optimizer for its stages."""
+    """Inputs of a pipeline's program, by name, and the steps of the optimizer for its stages."""
 
     def __init__(
         self, stages: list[Stage], names: list[str], microbatches: int, optimizer: torch.optim.Optimizer | None, clip: float | None
     ):
         self.stages, self.microbatches, self.clip = stages, microbatches, clip
         self.types: dict[str, Any] = {}
-        self.name_of: dict[Any, str] = {}  # identity of a value -> input
-        self.updates: dict[int, Updates] = {}  # the step of the optimizer, by number of the stage
-        self.tensors: dict[str, tuple[Stage, str, TensorType]] = {}  # tensors of modules, by input of the program
+        self.name_of: dict[Any, str] = {}  # key of a value -> input of the program
+        self.updates: dict[int, Updates] = {}  # stage number -> step of the optimizer
+        self.tensors: dict[str, tuple[Stage, str, TensorType]] = {}  # input of the program -> (stage, path of the module's tensor, type)
         self.constants: dict[str, torch.Tensor] = {}
-        self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> argument and micro-batch
-        self.updated: list[tuple[Stage, str]] = []  # the parameters whose gradients the program returns, in order
+        self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> (index of the argument, micro-batch)
+        self.updated: list[tuple[Stage, str]] = []  # parameters whose gradients the program returns, in order
         for stage in stages:
             for part in (stage.forward, *(part for part, _ in stage.parts.values())):
                 self._enter_inputs_of(part, stage, names)
@@ -47,7 +47,7 @@ class PipelineInputs:
         return list(dict.fromkeys(stage.mesh for stage in self.stages))
 
     def _enter(self, key: Any, name: str, type: TensorType) -> str:
-        """The input for a value."""
+        """Returns the input of the program for a value. Adds it if it is new."""
         if key not in self.name_of:
             self.name_of[key] = unique_name(name, self.types)
             self.types[self.name_of[key]] = type
@@ -82,7 +82,7 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """The program that returns the loss, then with an optimizer the norms and new values, otherwise the gradients."""
+    """Records the program. It returns the loss. With an optimizer, norms and new values follow, otherwise gradients."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
@@ -99,10 +99,10 @@ class _Recording:
     def __init__(self, pipeline: PipelineInputs, named: Mapping[str, hw.Tensor]):
         self.pipeline, self.named, self.stages = pipeline, named, pipeline.stages
         self.inputs = {key: named[name] for key, name in pipeline.name_of.items()}
-        self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # results and saved values of a stage and micro-batch
-        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, by their users
-        self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
-        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that one half of a backward pass saves for the other
+        self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # (stage, micro-batch) -> results and saved values
+        self.moved: dict[Any, hw.Tensor] = {}  # result of a stage, moved to a stage that reads it
+        self.tangents: dict[Any, hw.Tensor] = {}  # gradients of the results of stages
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that a first half saves for the second
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
         self.losses: list[hw.Tensor] = []
 
@@ -124,7 +124,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """The norm of all gradients at each place, if they are clipped, and the new parameters and state of each stage."""
+        """With clipping, the norm of all gradients on each part of the mesh, followed by the new parameters and state of each stage."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():
@@ -143,13 +143,14 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """The gradient, sharded like its parameter if that is a DTensor, otherwise replicated."""
+        """Shards a gradient like its parameter if that is a DTensor. Otherwise replicates it."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
 
     def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor | None:
-        """The value of an input of a part that is a tensor of the module, a constant, or an argument of the stage."""
+        """Value for an input of a stage's function, if it is a tensor of the module, a constant, or an argument of the stage. Otherwise
+        None."""
         if name in part.graph.bound:
             return self.inputs[id(part), name]
         if path := part.graph.parameters.get(name):
@@ -180,7 +181,8 @@ class _Recording:
             self.losses.append(self.results_of[stage.number, one][loss])
 
     def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
-        """Calls a part of the backward pass. `returned` has the number of the joint graph's tensor, or a name, for each result."""
+        """Calls a function of the backward pass. `returned` has, for each result, the index of the joint graph's tensor, or the value's
+        name."""
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -221,7 +223,7 @@ class _Recording:
 
 
 def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
-    """The value on a mesh, with the sharding of a type."""
+    """Moves a value to a mesh, with the sharding of a type."""
     if value.type.mesh == mesh:
         return value
     return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)

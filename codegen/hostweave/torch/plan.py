@@ -1,4 +1,4 @@
-"""The sharding plan of a module: which mesh axes shard each parameter, input and module output, by name."""
+"""The sharding plan of a module: for each parameter, input and module result, by name, the mesh axes that shard it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,22 +21,22 @@ AxesOfDims = tuple[tuple[str, ...], ...]  # for each dim, the mesh axes that sha
 
 @dataclass
 class Layouts:
-    """The stated shardings of parameters and buffers, of inputs, and of the results of modules, by name."""
+    """Stated shardings, by name: of parameters and buffers, of inputs, and of the results of modules."""
 
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # the mesh axes that shard batches; parameters that they shard are gathered for use
-    rows: int = 0  # for a module that fully_shard prepared: number of rows on all ranks, by which results are sharded, too
+    data: set[str] = field(default_factory=set)  # mesh axes that shard batches; parameters sharded over them are gathered before use
+    rows: int = 0  # for a module that fully_shard prepared: total number of rows of all ranks; results are sharded along rows too
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """The sharding of an argument or a result by its rows; none if it has no dim of rows."""
+        """Sharding of an argument or result along its rows. Empty if it has no dim of rows."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """Converts a mesh, or torch's DeviceMesh with named dims, to an hw.Mesh. Raises ProgramError for other values."""
+    """Converts an hw.Mesh, or a DeviceMesh of torch with named dims, to an hw.Mesh. Raises ProgramError for other values."""
     if isinstance(mesh, Mesh):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -46,7 +46,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Layouts that the plan states for this module, added to `found`. `dims` has the number of dims of each input, by name.
+    """Applies the plan to a module, and adds the stated shardings to `found`. `dims` maps inputs to their numbers of dims.
 
     Raises ProgramError if an entry matches nothing or does not fit its tensor, or if two entries contradict each other.
     """
@@ -55,10 +55,10 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = placed_axes(parameter, mesh, name)
-    names_of: dict[int, list[str]] = {}  # a tied tensor has several names
+    names_of: dict[int, list[str]] = {}  # id of a tensor -> its names; a tied tensor has several
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
-    stated: dict[str, str] = {}  # the entry that stated it
+    stated: dict[str, str] = {}  # name -> entry of the plan that stated its sharding
     modules = {name: part for name, part in module.named_modules() if name}
 
     def state(kind: str, name: str, layout: AxesOfDims, pattern: str) -> None:
@@ -66,7 +66,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         count = tensors[name].ndim if kind == "parameters" else dims.get(name)
         if count is not None and len(layout) != count:
             raise ProgramError(
-                f'plan: "{pattern}" states {len(layout)} dims, and {name} has {count}; write one of "tp" and "-" for each dim'
+                f'plan: "{pattern}" states {len(layout)} dims, but {name} has {count}; write one of "tp" and "-" for each dim'
             )
         known = getattr(found, kind)
         if (before := known.get(name, layout)) != layout:
@@ -83,7 +83,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
                     state(kind, of, layout, pattern)
             continue
         if not isinstance(value, str):
-            raise ProgramError(f'plan: "{pattern}": {value!r} is neither text such as "tp, -" nor a ParallelStyle of torch')
+            raise ProgramError(f'plan: "{pattern}": {value!r} is neither a str such as "tp, -" nor a ParallelStyle of torch')
         for name in matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
             kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
             state(kind, name, _of_text(value, pattern, mesh), pattern)
@@ -92,7 +92,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
 
 
 def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int]) -> dict[str, Any]:
-    """The entries of a plan except those that only state inputs."""
+    """Entries of a plan, without those that only state shardings of inputs."""
     names = [*dict(tensors_of(module)), *dict(module.named_modules())]
     words = {name.rpartition(".")[2] for name in names}
     return {
@@ -111,14 +111,14 @@ def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The parameters and buffers of a module, under each of their names."""
+    """Parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
-    """Names that match a pattern. The last word of the pattern matches the last word of the name, so `layers.*` matches the layers but no
-    module inside them."""
+    """Names that match a pattern. The last word of the pattern must match the last word of the name. So `layers.*` matches the layers, but
+    no module inside them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -134,12 +134,12 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
 
 
 def text_of(layout: AxesOfDims) -> str:
-    """Text of axes as a plan writes them."""
+    """Text for a sharding, as it is written in a plan."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
 def axes_of(text: str) -> AxesOfDims:
-    """`tp, -` and `dp+tp, -`: for each dim its mesh axes, the outermost first, or "-"."""
+    """Parses text such as `tp, -` or `dp+tp, -`: for each dim its mesh axes, outermost first, or "-"."""
     return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
 
 
@@ -151,12 +151,12 @@ def _of_text(text: str, pattern: str, mesh: Mesh) -> AxesOfDims:
         if axis not in known:
             raise ProgramError(f'plan: "{pattern}": "{text}": {mesh} has no axis {axis!r}; its axes: {", ".join(known) or "none"}')
         if used.count(axis) > 1:
-            raise ProgramError(f'plan: "{pattern}": "{text}": the axis {axis} shards two dims; it can shard one')
+            raise ProgramError(f'plan: "{pattern}": "{text}": the axis {axis} shards two dims; use it for one dim')
     return layout
 
 
 def _axis(pattern: str, mesh: Mesh) -> str:
-    """The mesh axis for torch's parallel styles."""
+    """The mesh axis to which torch's parallel styles apply."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1 or "tp" in names:
         return "tp" if "tp" in names else names[0]
@@ -164,15 +164,16 @@ def _axis(pattern: str, mesh: Mesh) -> str:
 
 
 def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
-    """Sharding of a placement along one mesh axis; None if it states nothing."""
+    """Sharding for a placement along one mesh axis. None if the placement states no sharding."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Shardings that a style of torch.distributed.tensor.parallel states for a module, by name. Defaults of the style are inferred."""
-    dims = 3  # [batch, sequence, features], as in torch's layouts of activations
+    """Yields the shardings that a style of torch.distributed.tensor.parallel states for a module. Defaults of the style are inferred
+    instead."""
+    dims = 3  # [batch, sequence, features], the layout of activations in torch
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -187,7 +188,7 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
     elif isinstance(style, SequenceParallel):
         if placed := _placed(style.sequence_sharding[0], dims, axis):
             yield "outputs", name, placed
-    elif not isinstance(style, PrepareModuleInput):  # the reshards of PrepareModuleInput are inferred
+    elif not isinstance(style, PrepareModuleInput):  # reshards of PrepareModuleInput are inferred
         raise ProgramError(
             f"plan: {name}: {type(style).__name__} is not supported; use ColwiseParallel, RowwiseParallel, SequenceParallel, "
             'PrepareModuleInput, or text such as "tp, -"'
@@ -195,16 +196,16 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
 
 
 def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
-    """The mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a sum."""
+    """Mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a partial sum."""
     names = parameter.device_mesh.mesh_dim_names
     known, inner = [axis for axis, _ in mesh.axes], list[tuple[str, int]]()
     if not names or any(axis not in known for axis in names):
-        raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them as the axes of {mesh}")
+        raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them like the axes of {mesh}")
     result: list[tuple[str, ...]] = [() for _ in range(parameter.ndim)]
     for axis, placement in zip(names, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
-        elif isinstance(placement, _StridedShard):  # a later axis shards it first, such as `fully_shard` after `parallelize_module`
+        elif isinstance(placement, _StridedShard):  # a later axis shards the dim first, as with `fully_shard` after `parallelize_module`
             inner.append((axis, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")

@@ -1,4 +1,4 @@
-"""The programs of an exported module: one for the forward pass, two for forward and backward pass, or one for a whole step."""
+"""Programs of an exported module: one for the forward pass, two for forward and backward pass, or one for a whole training step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def compiled(
     training: bool = False,
     step: tuple[torch.optim.Optimizer, float | None, int, torch.amp.GradScaler | None] | None = None,
 ) -> CompiledModule:
-    """Compiles a module that was exported for arguments, positional and by keyword.
+    """Compiles a module that was exported for `given`, its positional and keyword arguments.
 
-    `step` has the optimizer, clip_grad_norm, accumulate and scaler of a whole step.
+    `step` has the optimizer, clip_grad_norm, accumulate and scaler for a whole training step.
     """
     graph_of, how, reads = exported
     graph = read(graph_of, layouts, mesh, training)
@@ -52,7 +52,7 @@ def compiled(
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
 
-    compiling = threading.Lock()  # held while programs of a graph are compiled for several sizes
+    compiling = threading.Lock()  # held during compilation, because programs for several sizes are compiled from one graph
 
     def program_of(graph: Graph, end: str = "", sizes: Mapping[str, int] | None = None) -> Program:
         own = replace(settings, sizes={**(sizes or {}), **settings.sizes})

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: each gets a seed, an element of an additional argument of the program."""
+"""Ops that draw random numbers. Each gets a seed, which is an element of an additional argument of the program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.torch.ops import ops
 
-SEEDS = "random_seeds"  # the argument of the programs that has a number for each op
+SEEDS = "random_seeds"  # argument of the programs with one seed per op
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
-_DRAWN = {  # the distribution of each op
+_DRAWN = {  # op -> distribution
     "rand.default": "uniform",
     "randn.default": "normal",
     "rand_like.default": "uniform",
@@ -28,12 +28,12 @@ _DRAWN = {  # the distribution of each op
 
 
 def new_seeds(count: int, device: torch.device) -> torch.Tensor:
-    """Seeds of a call, u32. They come from torch's CPU generator, so that torch.manual_seed repeats them."""
+    """Seeds for a call, u32. They come from torch's CPU generator, so that torch.manual_seed makes them reproducible."""
     return torch.randint(2**31, (count,)).to(torch.uint32).to(device)
 
 
 def with_seeds(graph: Graph) -> Node | None:
-    """Rewrites the ops of a graph that draw random numbers. Returns the argument that holds their seeds, or None if there are none."""
+    """Rewrites the ops of a graph that draw random numbers. Returns the argument that has their seeds, or None if there are no such ops."""
     drawn = [node for node in graph.nodes if _draws(node)]
     if not drawn:
         return None
@@ -65,7 +65,7 @@ def _draws(node: Node) -> bool:
 
 
 def _seed(graph: Graph, node: Node, seed: Node) -> None:
-    """Gives an op its seed."""
+    """Adds its seed to an op."""
     args: Any = node.args
     if node.target is _ATTENTION:
         node.kwargs = {**node.kwargs, "seed": seed}
@@ -84,18 +84,18 @@ def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
     low, high = (0, 0) if not given else (0, given[0]) if len(given) == 1 else given
     for bound in (low, high):
         if not isinstance(bound, int):
-            raise ProgramError(f"aten.{name}: the bound {bound} is not a number that is known at compile; scale torch.rand")
+            raise ProgramError(f"aten.{name}: the bound {bound} is not known at compile time; scale torch.rand")
     return seed, like, size, node.meta["val"].dtype, _DRAWN[name], low, high
 
 
 def _take_result(graph: Graph, node: Node) -> None:
-    """Changes a node that returns a result and a mask, so that it returns only the result."""
+    """Rewrites a node that returns a result and a mask, so that it returns only the result."""
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == 0:
             user.replace_all_uses_with(node)
             graph.erase_node(user)
         elif user.users:
-            raise ProgramError("aten.native_dropout: its mask is used, and only its result is supported; use torch.nn.functional.dropout")
+            raise ProgramError("aten.native_dropout: its mask is used, but only its result is supported; use torch.nn.functional.dropout")
         else:
             graph.erase_node(user)
     node.meta["val"] = node.meta["val"][0]

@@ -1,4 +1,5 @@
-"""Programs for ranges of sizes that are known only at a call: compiled in the background, while the sequential program runs."""
+"""Programs for ranges of sizes that are known only when the program runs. They are compiled in the background, while a sequential program
+runs."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from hostweave.api import Program
 from hostweave.runtime.group import Group
 from hostweave.torch.graph import Graph
 
-KEPT = 16  # ranges that have a program; each program has its own memory
-_MEET = 64  # ranks ask one another at calls 1, 2, 4 and so on of a range, and later at every 64th call
+KEPT = 16  # maximum number of ranges that have a program; each program has separate memory
+_MEET = 64  # ranks agree at calls 1, 2, 4 and so on of a range, and later at every 64th call
 
-_compiling = threading.Lock()  # one at a time, so that calls keep most of the processor
+_compiling = threading.Lock()  # one compilation at a time, so that calls keep most of the processor
 
 
 class Computes(Protocol):
@@ -28,23 +29,23 @@ P = TypeVar("P", bound=Computes)
 
 
 class Ranges(Generic[P]):
-    """Parts for ranges of sizes, from a power of four to the next. The first call of a range starts the compilation of its part, for the
-    sizes of that call. A part is used if the cost model overlaps communication at its sizes, and after all ranks of a group have compiled
-    it, so that all run the same program.
+    """Parts of a module for ranges of sizes. A range extends from a power of four to the next. The first call in a range starts the
+    compilation of its part, for the sizes of that call. A part is used only if the cost model overlaps communication at its sizes. In a
+    group, it is used only after all ranks have compiled it, so that all run the same program.
     """
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
-        """`compile` makes the part for typical sizes. It runs in a separate thread."""
+        """`compile` compiles the part for typical sizes. It runs in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
         self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
-        self._calls: dict[Any, int] = {}  # by rank and range, until the ranks have agreed
+        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, until the ranks have agreed
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """The part for these arguments; None if the sequential program runs. All ranks call it, with the same sizes."""
+        """Part for these arguments, or None if the sequential program runs. It is collective, and the ranks pass the same sizes."""
         is_one = group is None or group.count == 1
         sizes = {
             size: arrays[name].shape[dim]
@@ -71,7 +72,7 @@ class Ranges(Generic[P]):
         return made.result()
 
     def wait(self) -> None:
-        """Waits until the parts of all ranges that were called are compiled."""
+        """Waits until the parts for all ranges that calls were in are compiled."""
         for made in list(self._parts.values()):
             made.result()
 
@@ -85,7 +86,7 @@ class Ranges(Generic[P]):
                 if overlaps := any(choice.taken.name != "none" for choice in part.program.choices):
                     part.program.build()
                 made.set_result(part if overlaps else None)
-            except Exception as error:  # the sequential program stays
+            except Exception as error:  # the sequential program stays in use
                 warnings.warn(f"{error}; calls of these sizes, {dict(sizes)}, stay sequential", stacklevel=1)
                 made.set_result(None)
 
@@ -94,6 +95,6 @@ class Ranges(Generic[P]):
 
 
 def vary(graph: Graph, stated: Mapping[str, int]) -> bool:
-    """True if a graph has sizes that are known only at a call, and not all of them are stated."""
+    """True if a graph has sizes that are known only when the program runs, and not all of them are stated."""
     named = {dim.size.name for of in graph.input_types.values() for dim in of.dims if dim.size.name}
     return not named <= stated.keys()

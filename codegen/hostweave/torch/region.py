@@ -1,4 +1,4 @@
-"""A graph between two graph breaks: a module on global tensors, and its program."""
+"""A graph between two graph breaks, as a module on global tensors, and its program."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from hostweave.types.mesh import Mesh
 
 @dataclass
 class ModelPart:
-    """A part of a model between two breaks, for `explain`. `why` is the reason if it runs eagerly."""
+    """A part of a model between two breaks, for `explain`. If it runs eagerly, `why` is the reason."""
 
     nodes: list[Node]
-    returned: list[tuple[str, int]] = field(default_factory=list)  # name and bytes of the values that leave a program
+    returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
     why: str = ""
     model: CompiledModule | None = None
 
 
 @dataclass
 class RegionPlan:
-    """The name of a model's programs, its mesh, its stated shardings, and the target and options of `compile`."""
+    """Name for a model's programs, its mesh, the stated shardings, and the target and options of `compile`."""
 
     name: str
     mesh: Mesh | None
@@ -57,7 +57,8 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """The mesh of a graph with these values. Raises ArgumentError unless the ranks of its DTensors are this process's group."""
+        """Mesh for a graph with these values. Raises ArgumentError unless the mesh of its DTensors has the ranks of this process's
+        group."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -67,12 +68,12 @@ class RegionPlan:
         mesh, group = mesh_of(device_mesh), current_group()
         if group is None or group.count != mesh.size:
             joined = "this process has joined no group" if group is None else f"its group has {group.count} ranks"
-            raise ArgumentError(f"torch.compile: DTensors are on a mesh of {mesh.size} ranks, and {joined}; call hw.init(hw.TorchStore())")
+            raise ArgumentError(f"torch.compile: DTensors are on a mesh of {mesh.size} ranks, but {joined}; call hw.init(hw.TorchStore())")
         return mesh
 
 
 class Region:
-    """A graph of Dynamo's as a module on global tensors, and its program. It is called with the arguments of the graph."""
+    """A graph of Dynamo as a module on global tensors, and its programs. It is called with the arguments of the graph."""
 
     def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._plan, self._graph, self._part = plan, graph, part
@@ -96,11 +97,11 @@ class Region:
         }
 
     def prepare(self) -> None:
-        """Compiles the graph for the tensors that it was traced for."""
+        """Compiles the graph for the tensors with which it was traced."""
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Returns the values of the graph, as DTensors if the graph has DTensors."""
+        """Returns the values of the graph. They are DTensors if the graph has DTensors."""
         program = self._program(given, None)
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
@@ -108,7 +109,7 @@ class Region:
 
     @cached_property
     def _taken(self) -> dict[str, Any]:
-        """The placeholders of the values that a call passes to the program, by the names of its arguments."""
+        """Placeholders of the values that a call passes to the program, by the program's names for them."""
         found = dict[str, Any]()
         for node in self._places:
             if node.name not in self._held and isinstance(value_of(node), torch.Tensor):
@@ -124,7 +125,7 @@ class Region:
         return DTensor.from_local(value, made.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _number(self, node: Any, given: Sequence[Any]) -> Any:
-        """The value of an output that is not a tensor."""
+        """Value of an output that is not a tensor."""
         if not isinstance(node, Node):
             return node
         expression = node.meta["example_value"].node.expr
@@ -138,7 +139,7 @@ class Region:
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples | None) -> CompiledModule:
-        """The program for these parameters, buffers and numbers. Dynamo calls a graph for several modules of a class."""
+        """Program for these parameters, buffers and numbers. Dynamo calls the same graph for several modules of a class."""
         examples = examples or _Examples(self, given)
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
@@ -184,7 +185,7 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Copies modules and lines from the nodes of Dynamo's graph. Skips the results of modules that a break cuts."""
+        """Copies modules and source lines from the nodes of Dynamo's graph. Skips the results of modules that a graph break cuts in two."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:
@@ -200,7 +201,7 @@ class Region:
 
 
 class _Module(nn.Module):
-    """A region's graph as torch.export runs it: it holds the parameters and buffers, and takes global tensors."""
+    """The module that torch.export runs for a region's graph. It has the parameters and buffers, and takes global tensors."""
 
     def __init__(self, region: Region, numbers: Mapping[str, int]):
         super().__init__()
@@ -230,7 +231,7 @@ class _Module(nn.Module):
 
 
 class _Examples:
-    """The arguments for which the program of a region is compiled: from Dynamo's trace, or from a call."""
+    """Arguments for which the program of a region is compiled. They come from Dynamo's trace or from a call."""
 
     def __init__(self, region: Region, given: Sequence[Any] | None = None):
         self.numbers, self.tensors, self.dynamic = dict[str, int](), dict[str, torch.Tensor](), dict[str, Any]()

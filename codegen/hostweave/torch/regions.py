@@ -1,8 +1,8 @@
-"""Models compiled in regions: `torch.compile(model, backend="hostweave")`, and `hostweave.torch.compile(..., fullgraph=False)`.
+"""Models compiled in regions, by `torch.compile(model, backend="hostweave")` or `hostweave.torch.compile(..., fullgraph=False)`.
 
-Dynamo runs the Python of a model, and gives each graph between two graph breaks to `Backend`. A graph is on DTensors or on plain tensors.
-Here it becomes a module on global tensors, which is compiled like other modules. The placements of DTensors are the plan. Unsupported ops
-split a graph further. They run eagerly, on the DTensors that the previous programs return.
+Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
+plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors are the plan.
+Unsupported ops split a graph further. They run eagerly, on the DTensors that the previous program returns.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['
 
 
 class Backend:
-    """The backend of torch.compile. It compiles graphs for a mesh, by default the mesh of their DTensors."""
+    """Backend of torch.compile. It compiles graphs for a mesh. By default that is the mesh of the graph's DTensors."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
-        """`layouts` states shardings by the names of `module`. `settings` are target and options of `compile`."""
+        """`layouts` states shardings by the names that `module` uses. `settings` are the target and the options for `compile`."""
         name = "Region" if module is None else type(module).__name__
         self.plan = RegionPlan(name, mesh, layouts or Layouts(), settings)
         names = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
@@ -54,16 +54,16 @@ class Backend:
         self.parts, self.breaks = list[ModelPart](), list[tuple[str, str]]()
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Returns a callable that computes a graph of Dynamo's. Raises ProgramError under fullgraph=True for ops that are missing."""
+        """Returns a callable that computes a graph of Dynamo. Under fullgraph=True, raises ProgramError for unsupported ops."""
         reason: Any = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self.breaks.append((place_of(reason.user_stack), reason.reason.partition("\n")[0]))
         held = self._held(graph, example_inputs)
-        with torch._guards.tracing(None):  # torch.export has a separate fake mode
+        with torch._guards.tracing(None):  # torch.export uses a separate fake mode
             return self._computes(graph, held, is_whole=wants_one_graph())
 
     def _held(self, graph: GraphModule, given: Sequence[Any]) -> dict[str, tuple[str, Any]]:
-        """Path and tensor of the parameters and buffers among the placeholders, by the placeholders' names. Marks all nodes."""
+        """Path and tensor of each parameter and buffer among the placeholders, by the name of the placeholder. Also marks all nodes."""
         found = {}
         placeholders: list[Any] = graph.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, given, strict=True):
@@ -80,7 +80,7 @@ class Backend:
         return found
 
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
-        """A callable for a graph: its program, or the programs of its parts and the ops between them."""
+        """Returns a callable for a graph: its program, or a chain of programs and of ops that run eagerly."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
         part = ModelPart([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
         if not part.nodes:
@@ -101,7 +101,7 @@ class Backend:
         return region
 
     def _split(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], fallen: Mapping[Node, str]) -> Callable[..., Any]:
-        """A callable that runs refused nodes eagerly, and the nodes before, between and after them as programs."""
+        """Returns a callable that runs unsupported nodes eagerly, and the nodes before, between and after them as programs."""
         number, before, numbers = 0, False, dict[Node, int]()
         for node in graph.graph.nodes:
             if node.op.startswith("call_"):
@@ -126,7 +126,7 @@ class Backend:
         return whole.forward
 
     def explain(self) -> str:
-        """Tells which parts run compiled, which ops run eagerly and why, and how many bytes each break costs."""
+        """Lists which parts are compiled, which ops run eagerly and why, and how many bytes each break costs."""
         lines = []
         for number, part in enumerate(self.parts):
             first = next((place for node in part.nodes if (place := location(node))), None)
@@ -144,12 +144,12 @@ class Backend:
 
 
 def _relative(name: str) -> str:
-    """`L['self'].layers.0` as `layers.0`."""
+    """Removes `L['self'].` from a name of Dynamo: `layers.0`."""
     return re.sub(r"^\w\['[^']*'\]\.?", "", name)
 
 
 class _CalledModule(nn.Module):
-    """A module that calls a function."""
+    """A module whose forward is a given function."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -157,17 +157,17 @@ class _CalledModule(nn.Module):
 
 
 class ModelInRegions(Delegating):
-    """A model that was compiled with `fullgraph=False`. It is called like the module. `explain` lists the compiled and the eager parts. It
-    has the parameters, state dict and mode of the module.
+    """A model that was compiled with `fullgraph=False`. It is called like the original module, and has its parameters, state dict and mode.
+    `explain` lists the compiled parts and the parts that run eagerly.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, layouts: Layouts, **settings: Any):
         super().__init__(module)
         self.backend = Backend(module, mesh, layouts, **settings)
-        vars(self).update(_call=torch.compile(module, backend=self.backend))  # no submodule
+        vars(self).update(_call=torch.compile(module, backend=self.backend))  # not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module: its regions as programs, the rest eagerly."""
+        """Runs the module: its regions as programs, and the rest eagerly."""
         if current_group() is not None and self.backend.plan.layouts.inputs:
             for one in pytree.tree_leaves((args, kwargs)):
                 if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
@@ -177,7 +177,7 @@ class ModelInRegions(Delegating):
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that were compiled so far, in the order in which they were first needed."""
+        """Programs that were compiled so far, in the order in which they were first needed."""
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:
@@ -186,7 +186,7 @@ class ModelInRegions(Delegating):
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The backend "hostweave" of torch.compile: on one rank, or on DTensors, whose placements are the plan.
+    """The backend "hostweave" of torch.compile. It compiles for one rank, or for DTensors, whose placements are the plan.
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """

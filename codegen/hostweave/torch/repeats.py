@@ -1,8 +1,8 @@
-"""Traces repeated layers once: torch.export traces the first of several equal layers. Each other layer is one op.
+"""Traces repeated layers once: torch.export traces the first of several equal layers. Each other layer is recorded as one op.
 
-Two modules of a list are equal under three conditions. They have the same structure. The attributes that the first one reads while it is
-traced are equal in the other. Both are called with the same arguments, except for the values of tensors. Attributes that are never read may
-differ. Once ops are decomposed, the nodes of the first layer are copied for the others.
+Two modules of a list are equal under three conditions. They have the same structure. All attributes that the first one reads while it is
+traced are equal in the second. Both are called with equal arguments, except for the values of tensors. Attributes that are never read may
+differ. After ops were decomposed, the nodes of the first layer are copied for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hostweave.torch.state import NUMBERS, is_same
 _TRACING = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
 _ABSENT = object()
-results_of: dict[int, list[Any]] = {}  # number of a traced layer -> shape, strides and dtype of each result
+results_of: dict[int, list[Any]] = {}  # number of a traced layer -> (shape, strides, dtype) of each result
 numbers = count()
 
 
@@ -55,19 +55,19 @@ LIBRARY.impl("layer", lambda taken, own, number, path: _made(number), "Meta")
 
 @dataclass
 class _First:
-    """A traced layer, and the data to compare other layers with it."""
+    """A traced layer, and the data with which other layers are compared."""
 
     path: str
     number: int
     structure: object
     call: object
-    reads: dict[str, dict[str, _Read]]  # submodule -> attributes that it read
-    returned: list[Any]  # results of the layer, with numbers in place of tensors
+    reads: dict[str, dict[str, _Read]]  # path of a submodule -> attributes that it read
+    returned: list[Any]  # results of the layer, with indices in place of tensors
     spec: Any
 
 
 class Repeats:
-    """Traces equal layers of a module once, inside `standing_in`. `how` maps the path of each layer to how it was traced."""
+    """Makes equal layers of a module be traced only once, inside `standing_in`. `how` says for the path of each layer how it was traced."""
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}
@@ -77,7 +77,7 @@ class Repeats:
             for name, layer in part.named_children()
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         ]
-        self._firsts: dict[str, list[_First]] = {}  # list of modules -> its traced layers
+        self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
         self._is_inside = False
 
     @contextmanager
@@ -135,7 +135,8 @@ class Repeats:
         return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
 
     def why_apart(self, graph: Graph) -> str:
-        """Reason why the first layer of an exported graph cannot represent the others: code outside uses its values or writes."""
+        """Reason why the first layer of an exported graph cannot represent the others: code outside depends on its inner values or on its
+        writes."""
         region = _regions(graph)
         for node in graph.nodes:
             own = region.get(node)
@@ -152,11 +153,11 @@ class Repeats:
         return ""
 
     def write_out(self, graph: Graph) -> None:
-        """Copies the nodes of traced layers for equal layers."""
+        """Replaces each op for an equal layer by a copy of the traced layer's nodes."""
         write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Attributes that each module read, by path. An equal layer reads the same as the traced one."""
+        """Attributes that each module read, by path. An equal layer reads the same attributes as the traced one."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")
@@ -176,7 +177,7 @@ class _Tensor:
 
 
 def _flat(values: Any) -> tuple[list[Any], Any]:
-    """Flattens values of Python's own types only. Other objects may have a state."""
+    """Flattens only Python's built-in containers. Other objects may have state."""
     return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
 
 
@@ -197,7 +198,7 @@ def _described(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _call_of(leaves: list[Any], spec: Any) -> object | None:
-    """Key that is equal for calls of equal layers; None if sizes or objects cannot be compared."""
+    """Key of a call. Calls of equal layers have equal keys. None if sizes or objects cannot be compared."""
     found: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
@@ -210,7 +211,7 @@ def _call_of(leaves: list[Any], spec: Any) -> object | None:
 
 
 def _structure(layer: nn.Module) -> object:
-    """The classes and tensors of a layer, and which tensors are the same."""
+    """Classes and tensors of a layer, and which of its tensors are identical."""
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
     places: dict[int, int] = {}
     tensors = [
@@ -220,7 +221,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: object) -> str:
-    """Difference between a layer and a traced one; "" if they compute the same."""
+    """Describes how a layer differs from a traced one. "" if they compute the same."""
     if structure != first.structure:
         return "its structure differs"
     if call != first.call:
@@ -240,7 +241,7 @@ class _Read(NamedTuple):
 
     value: Any
     contents: Any
-    found: Any  # the value, also of a class attribute
+    found: Any  # the value that was found, possibly in the class
 
     @classmethod
     def of(cls, value: Any, found: Any) -> _Read:
@@ -248,7 +249,7 @@ class _Read(NamedTuple):
 
 
 def _contents(value: Any) -> Any:
-    """A copy of the contents of an object that others may change."""
+    """Copies the contents of an object that other code may change."""
     if isinstance(value, dict | list | set):
         return value.copy()
     is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
@@ -257,7 +258,8 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Yields the attributes that the submodules of a layer read inside the `with` block, by path, and the names of written ones."""
+    """Records, inside the `with` block, the attributes that submodules of a layer read, by path, and the names of attributes that are
+    written."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
@@ -281,7 +283,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
         return found
 
     def put(self: Any, name: str, value: Any) -> None:
-        if name not in ("__dict__", "__class__"):  # torch ignores them, too, when it traces modules
+        if name not in ("__dict__", "__class__"):  # torch also ignores these when it traces modules
             written.append(name)
         own.__setattr__(self, name, value)
 
@@ -293,8 +295,8 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 
 
 def write_out(graph: Graph, path_of: Mapping[int, str], derived: Mapping[int, int] = MappingProxyType({})) -> None:
-    """Replaces each op that represents a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
-    path, and `derived` maps the number of a derivative to the number of its layer.
+    """Replaces each op that stands for a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
+    path. `derived` maps the number of a derivative to the number of its layer.
     """
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
@@ -320,7 +322,7 @@ def _between(begin: Node, end: Node) -> Iterator[Node]:
 
 
 def _regions(graph: Graph) -> dict[Node, int]:
-    """Maps each node to the number of its traced layer."""
+    """Maps each node to the number of the traced layer that it belongs to."""
     found: dict[Node, int] = {}
     begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
     for end in graph.nodes:
@@ -330,7 +332,7 @@ def _regions(graph: Graph) -> dict[Node, int]:
 
 
 def _written_by(node: Any) -> list[Node]:
-    """The arguments that an op writes to."""
+    """Arguments that an op writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -349,8 +351,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """Copies the nodes between `begin` and `end`, with the operands of the node `before`. Returns the results, and adds each copy to
-    `of`."""
+    """Copies the nodes between `begin` and `end`. In the copies, operands of the node `before` replace the arguments. Returns the results,
+    and adds each copy to `of`."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):
@@ -362,7 +364,7 @@ def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str
 
 
 def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
-    """Place of a copy: the layer that it belongs to."""
+    """Metadata of a copied node, with the modules of the layer that the copy belongs to."""
 
     def moved(at: str) -> str:
         return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at

@@ -1,4 +1,4 @@
-"""Linears computed in scaled 8-bit floats: those that `fp8=` names, and transformers' linears with quantised weights."""
+"""Linears that are computed in scaled 8-bit floats: those that `fp8=` names, and linears of transformers with quantised weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """The kind of scales of each linear that the plan or the patterns name, by path. Raises ProgramError if a pattern does not fit."""
+    """Kind of scales for each linear that the plan or the patterns name, by path. Raises ProgramError if a pattern does not fit."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
         if not found:
-            raise ProgramError(f'fp8={fp8!r}: the plan has no weight of a linear; add one, or write fp8={{"*_proj": "{fp8}"}}')
+            raise ProgramError(f'fp8={fp8!r}: the plan states no weight of a linear; add one, or write fp8={{"*_proj": "{fp8}"}}')
     elif isinstance(fp8, Mapping) and all(isinstance(pattern, str) for pattern in fp8):
         found = {name: scaling for pattern, scaling in fp8.items() for name in matching(pattern, linears, "linears", "fp8")}
     else:
@@ -52,7 +52,7 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 @contextmanager
 def with_quantized_linears(module: nn.Module) -> Iterator[None]:
-    """Inside, a linear of transformers with 8-bit weights is one op, in place of calls of Triton kernels."""
+    """Makes linears of transformers with 8-bit weights one op inside the `with` block. Otherwise they call Triton kernels."""
     with ExitStack() as stack:
         for of in {type(part) for part in module.modules()}:
             if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
@@ -61,14 +61,14 @@ def with_quantized_linears(module: nn.Module) -> Iterator[None]:
 
 
 def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """transformers' FP8Linear: scales of 128 elements of activations, and of 128 x 128 of weights."""
+    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights."""
     if linear.weight.element_size() > 1:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size
     if linear.activation_scale is not None:
         raise _refused("its scales of activations are stored", "use the checkpoint whose activation_scheme is dynamic")
     if block is None or tuple(block) != (128, 128):
-        raise _refused(f"its scales are of blocks of {block}", "use those of 128 x 128")
+        raise _refused(f"its scales are for blocks of {block}", "use blocks of 128 x 128")
     if scale.dtype != torch.float32:
         raise _refused(f"its scales are {scale.dtype}", "convert them to torch.float32")
     made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, None, "block")
@@ -76,7 +76,7 @@ def _finegrained(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fbgemm(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """transformers' FbgemmFp8Linear: one scale for each row, limited by the module's bound."""
+    """FbgemmFp8Linear of transformers: one scale per row, limited by the bound of the module."""
     scale = linear.weight_scale.to(torch.float32)
     made: torch.Tensor = ops.quantized_linear(x, linear.weight, scale, linear.bias, linear.input_scale_ub, "row")
     return made

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: the order in which ranks compute the stages of micro-batches."""
+"""Schedules of pipelines: the order in which each rank computes the stages of micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 class Action(NamedTuple):
     """A pass of one micro-batch through one stage.
 
-    `kind` is "forward", "backward", or one half of a backward pass: "input" for gradients of inputs, "weight" for gradients of parameters.
+    `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients of inputs, "weight" gradients of parameters.
     """
 
     kind: str
@@ -22,33 +22,34 @@ class Action(NamedTuple):
 
 
 def schedule_of(name: str, stages: int, places: int, microbatches: int) -> list[Action]:
-    """The actions of all places of a pipeline in one order, in which each action follows its dependencies.
+    """Actions of all parts of the mesh in one order, in which each action follows those that it depends on.
 
-    Stage s is at place `s % places`. "auto" is 1F1B, or its interleaved form if a place has several stages.
-    Raises ProgramError for a schedule that does not exist, or that does not fit these numbers.
+    Stage s is at coordinate `s % places` of the mesh axis. "auto" is 1F1B, or its interleaved form if a coordinate has several stages.
+    Raises ProgramError for an unknown schedule, or for one that does not fit these numbers.
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")
     if stages % places:
-        why = f"{stages} stages cannot be divided among {places} places of the mesh"
+        why = f"{stages} stages cannot be divided evenly among the {places} parts of the mesh"
         raise ProgramError(f"hostweave.torch.compile: {why}; cut the module into a multiple of {places}")
     each = stages // places
     if name == "1f1b" and each > 1:
-        why = f"each place has {each} stages, and 1f1b has one"
+        why = f"each part of the mesh has {each} stages, but 1f1b supports one"
         raise ProgramError(f'hostweave.torch.compile: schedule="1f1b": {why}; use schedule="interleaved"')
     if name == "interleaved" and each == 1:
-        why = "each place has one stage"
+        why = "each part of the mesh has only one stage"
         raise ProgramError(f'hostweave.torch.compile: schedule="interleaved": {why}; use schedule="1f1b", or more stages')
     if each > 1 and name != "gpipe" and microbatches % places:
-        why = f"{microbatches} micro-batches of {each} stages for each of {places} places"
+        why = f"{microbatches} micro-batches cannot be divided evenly among the {places} parts of the mesh"
         raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {places}")
     return _merged([_of_place(name, place, each, places, microbatches) for place in range(places)], stages)
 
 
 def _of_place(name: str, place: int, each: int, places: int, microbatches: int) -> list[Action]:
-    """The actions of one place. Megatron's order of interleaved 1F1B, https://arxiv.org/abs/2104.04473; with one stage it is 1F1B.
+    """Actions of one part of the mesh, in Megatron's order of interleaved 1F1B (https://arxiv.org/abs/2104.04473). With one stage it is
+    1F1B.
 
-    zero_bubble is ZB-H1, https://arxiv.org/abs/2401.10241: place p computes gradients of parameters p micro-batches later.
+    zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241): coordinate p computes gradients of parameters p micro-batches later.
     """
     own = [place + number * places for number in range(each)]
     if name == "gpipe":
@@ -72,8 +73,8 @@ def _of_place(name: str, place: int, each: int, places: int, microbatches: int) 
 
 
 def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
-    """Merges the orders of all places by start time, as if all actions took equally long."""
-    done: dict[tuple[bool, int, int], int] = {}  # end times of forward and backward passes
+    """Merges the orders of all parts of the mesh by start time, under the assumption that all actions take equally long."""
+    done: dict[tuple[bool, int, int], int] = {}  # (is a forward pass, stage, micro-batch) -> end time
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):
         before = len(merged)
@@ -90,7 +91,7 @@ def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
 
 
 def _start(action: Action, done: dict[tuple[bool, int, int], int], stages: int) -> int | None:
-    """The time when the inputs of an action are ready. None if one is not computed yet."""
+    """Time at which the inputs of an action are ready. None if one of them is not computed yet."""
     kind, stage, one = action
     if kind == "forward":
         return done.get((True, stage - 1, one)) if stage else 0

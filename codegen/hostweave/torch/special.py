@@ -1,5 +1,5 @@
-"""ATen's special functions in float32, written with other ops: series, asymptotic expansions, and integrals as sums of few terms. Float64
-is refused, because the sums have only enough terms for float32. See `composed`.
+"""ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and integrals as sums of few terms.
+float64 is refused, because the sums have only enough terms for float32. See `composed`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 aten = torch.ops.aten
 EULER = 0.5772156649015329
-_FAR = 25.0  # asymptotic expansions have an error below 1e-7 from here on
+_FAR = 25.0  # above this argument, asymptotic expansions have an error below 1e-7
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an op: narrower floats are computed in float32, and ints give float32."""
+    """Rule for an op: narrower floats are computed in float32, and ints give float32."""
 
     def rule(x: Any, *others: Any) -> Any:
         given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
@@ -34,8 +34,8 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """The mean of a function of x and an angle from 0 to pi, by the trapezoidal rule. It converges fast if the even continuation is
-    smooth."""
+    """Mean of a function of x and an angle over angles from 0 to pi, by the trapezoidal rule. It converges fast if the even continuation of
+    the function is smooth."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
@@ -54,7 +54,7 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the expansion in 1 / (8 x) that Bessel functions of large arguments share."""
+    """Even and odd part of the expansion in 1 / (8 x), which all Bessel functions of large arguments share."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k
@@ -66,7 +66,7 @@ def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
 
 
 def _i_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(-|x|) I(x). For order 1 the weights sum to 0, so expm1 replaces exp, which keeps the precision of small x."""
+    """exp(-|x|) I(x). The weights of order 1 sum to 0, so exp can be replaced by expm1, which is precise for small x."""
 
     def function(x: Any) -> Any:
         size = x.abs()
@@ -87,7 +87,7 @@ _i0e, _i1e = _i_scaled(0), _i_scaled(1)
 
 
 def _i0(x: Any) -> Any:
-    half = torch.exp(x.abs() / 2)  # exp(|x|) may be infinite although the product is finite
+    half = torch.exp(x.abs() / 2)  # exp(|x|) may overflow although the product is finite
     return half * _i0e(x) * half
 
 
@@ -101,7 +101,7 @@ def _psi(n: int) -> float:
 
 
 def _k_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(x) K(x): by its series up to 1, and by the integral of exp(-x cosh t) cosh(order t) beyond."""
+    """exp(x) K(x): its series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) for larger x."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)
@@ -117,7 +117,7 @@ def _k_scaled(order: int) -> Callable[[Any], Any]:
         for k in range(1, 21):
             wide = math.cosh(step * k)
             total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
-        # The sum has too few terms for large x.
+        # For large x the sum has too few terms.
         far = x.clamp(min=_FAR)
         even, odd = _hankel(order, far, 1.0)
         integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
@@ -147,7 +147,7 @@ def _j(order: int) -> Callable[[Any], Any]:
 
 
 def _y(order: int) -> Callable[[Any], Any]:
-    """Evaluates the series up to 2, integrals up to 25, and the asymptotic expansion beyond."""
+    """Bessel function Y: the series up to x = 2, integrals up to 25, and the asymptotic expansion for larger x."""
     j, nodes = _j(order), _gauss(32)
 
     def function(x: Any) -> Any:
@@ -185,11 +185,11 @@ def _spherical_j0(x: Any) -> Any:
 # --- gamma and error functions ----------------------------------------------------------------------------------------
 
 _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
-_SHIFT = 10  # asymptotic expansions begin here
+_SHIFT = 10  # arguments are increased by this before asymptotic expansions are used
 
 
 def _of_positive(n: int, x: Any) -> Any:
-    """The n-th derivative of digamma for x > 0: terms up to x + 10, then the Euler-Maclaurin formula."""
+    """The n-th derivative of digamma for x > 0: explicit terms up to x + 10, then the Euler-Maclaurin formula."""
     y = x + _SHIFT
     if n == 0:
         z = 1 / (y * y)
@@ -205,7 +205,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0, where derivatives of cot(pi x) are polynomials of cot(pi x)."""
+    """Uses the reflection formula below 0, where the derivatives of cot(pi x) are polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)
@@ -220,7 +220,7 @@ def polygamma(n: int, x: Any) -> Any:
 
 
 def _inverse_of_erfc(q: Any) -> Any:
-    """The inverse of erfc for q from 0 to 1: Halley's steps from Winitzki's estimate."""
+    """Inverse of erfc for q from 0 to 1: Halley's method, started from Winitzki's estimate."""
     log = torch.log(q * (2 - q))
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
@@ -252,7 +252,7 @@ def _erfcx(x: Any) -> Any:
 
 
 def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
-    """Evaluates at the angle whose cosine is x, and at the hyperbolic angle if x is larger than 1."""
+    """Evaluates a polynomial by the angle whose cosine is x, or by the hyperbolic angle if |x| is larger than 1."""
 
     def function(x: Any, n: Any) -> Any:
         x = 2 * x - 1 if is_shifted else x
@@ -269,7 +269,7 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
             a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
             b = sign * torch.where(outside < 1e-4, n + 1, torch.sinh((n + 1) * outside) / torch.sinh(outside))
             return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
-        # The third kind at x equals the fourth kind at -x, up to the sign of odd degrees.
+        # The third kind at x equals the fourth kind at -x, up to the sign for odd degrees.
         half = n + 0.5
         near = x if kind == "v" else -x
         angle = torch.acos(near.clamp(-1, 1))
@@ -313,7 +313,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_ndtri": _ndtri,
     "special_erfcx": _erfcx,
 }
-# Ops whose derivatives torch knows.
+# Ops whose derivatives torch has.
 _WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special_ndtri special_erfcx"
 DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Traces a stage of a pipeline: one function of its forward pass, and one of its backward pass or two for its halves."""
+"""Traces a stage of a pipeline: a function for its forward pass, and one function for its backward pass, or two for the halves of it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _HERE = "hostweave.torch.compile"
 
 
 def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any], microbatches: int) -> torch.Tensor:
-    """An argument of a stage, of one micro-batch."""
+    """Example of a stage's argument, for one micro-batch."""
     if source.stage is None:
         first: torch.Tensor = examples[source.number].detach().chunk(microbatches)[0]
         return first
     maker = stages[source.stage]
     if source.number >= len(maker.outer.of_module) or (node := maker.outer.of_module[source.number]) not in maker.joint.results:
-        why = f"result {source.number} of stage {source.stage} is no tensor that the stage computes"
+        why = f"result {source.number} of stage {source.stage} is not a tensor that the stage computes"
         raise ProgramError(f"{_HERE}: {why}; return one, and pass arguments to the stage that takes them")
     of = node.meta["val"]
     has = maker.joint.differentiable[maker.joint.results.index(node)]
@@ -53,7 +53,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """A stage with its functions, and the rows of a micro-batch with the axes that shard them."""
+    """Returns a stage with its functions, and the number of rows of a micro-batch with the mesh axes that shard them."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -73,7 +73,7 @@ def traced_stage(
         raise ProgramError(f"{_HERE}: {why}; use a module without such state, such as LayerNorm for BatchNorm")
     if outer.seeds is not None:
         why = f"stage {number} draws random numbers, as dropout does, which is not supported in a pipeline"
-        raise ProgramError(f"{_HERE}: {why}; set its probability to 0, or make them an input")
+        raise ProgramError(f"{_HERE}: {why}; set its probability to 0, or pass the numbers as an input")
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
     name = f"stage_{number}"
     graph = joint.forward_graph()
@@ -87,7 +87,7 @@ def traced_stage(
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
         stage.parts["backward"] = _backward_part(backward, every, f"{name}_backward", options)
-    elif not of_inputs or of_inputs == every:  # the backward pass has one half only
+    elif not of_inputs or of_inputs == every:  # the backward pass has only one half
         stage.parts["input"] = _backward_part(backward, every, f"{name}_backward", options)
     else:
         first, kept = _half(backward, of_inputs, {})
@@ -108,9 +108,10 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """The part of a backward pass that computes these gradients, from the values `before` that the other half has computed.
+    """Part of a backward pass that computes the wanted gradients. It reads the values `before`, which the first half has computed.
 
-    Without `before` it also returns the values that the other half needs. Returns the names of these values, too.
+    If `before` is empty, it is the first half, and also returns the values that the second half needs. Also returns the names of these
+    values.
     """
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

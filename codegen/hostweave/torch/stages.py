@@ -23,13 +23,13 @@ from hostweave.torch.state import State
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
-AXIS = "pp"  # the mesh axis of the stages, if the mesh has several axes
+AXIS = "pp"  # name of the mesh axis for the stages, if the mesh has several axes
 _HERE = "hostweave.torch.compile"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of an argument of a stage: argument `number` of the pipeline if `stage` is None, else result `number` of a stage."""
+    """Source of a stage's argument: argument `number` of the pipeline if `stage` is None, otherwise result `number` of that stage."""
 
     stage: int | None
     number: int
@@ -44,7 +44,7 @@ class StagePart:
     types: list[TensorType]
 
     def __call__(self, value: Callable[[Node, str], hw.Tensor]) -> dict[Node, hw.Tensor]:
-        """The results of a call, by node. `value` gives the argument for a node of the graph and its name."""
+        """Results of a call, by node. `value` gives the argument for a node of the graph and its name."""
         taken = {name: value(node, name) for node, name in self.graph.names.items()}
         made = self.function(*(taken[name] for name in self.graph.input_types))
         nodes = [node for node in self.graph.outputs if node not in self.graph.constants]
@@ -53,7 +53,7 @@ class StagePart:
 
 @dataclass
 class Stage:
-    """A stage: its module, its mesh, the sources of its arguments, and its functions."""
+    """A stage: its module, its part of the mesh, the sources of its arguments, and its functions."""
 
     number: int
     module: nn.Module
@@ -62,35 +62,35 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by kind of backward action, with the results
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # kind of backward action -> function, meaning of results
     state: State | None = None
 
     @property
     def trained(self) -> list[tuple[str, TensorType]]:
-        """The path of each parameter that gets a gradient, and the type of the parameter in the program."""
+        """Path of each parameter that gets a gradient, and the type of the parameter in the program."""
         numbers = [what for _, returned in self.parts.values() for what in returned if isinstance(what, int)]
         own = [(self.joint.origins[at], self.joint.sources[at]) for at in numbers if self.source_of(at) is None]
         return [(origin.name, self.outer.type_of(node, self.joint.axes_of(origin))) for origin, node in own]
 
     @property
     def returned(self) -> list[tuple[Node, Node]]:
-        """The results and the saved values of the forward pass, each with its node of the forward graph."""
+        """Results and saved values of the forward pass, each with its node of the forward graph."""
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
 
     def type_of(self, result: Node) -> TensorType:
-        """The type of a result of the forward pass."""
+        """Type of a result of the forward pass."""
         computed = [of for of, node in self.returned if node not in self.forward.graph.constants]
         return self.forward.types[computed.index(result)]
 
     def source_of(self, number: int) -> Source | None:
-        """The source of a tensor of the joint graph; None for a tensor of the module."""
+        """Source of a tensor that the joint graph takes. None for a tensor of the module."""
         if self.joint.origins[number].kind != "argument":
             return None
         return self.sources[self.outer.arguments.index(self.joint.sources[number])]
 
 
 class WithLoss(nn.Module):
-    """The last stage followed by the loss."""
+    """The last stage, followed by the loss."""
 
     def __init__(self, stage: nn.Module, loss: Callable[..., torch.Tensor]):
         super().__init__()
@@ -102,7 +102,7 @@ class WithLoss(nn.Module):
 
 
 def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[Source]]]:
-    """The names of the arguments, the stages, and the sources of each stage's arguments."""
+    """Names of the arguments, the stages, and the sources of each stage's arguments."""
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
@@ -117,19 +117,19 @@ def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], l
             names.append(node.name)
         elif node.op == "call_module":
             if node.kwargs or not all(isinstance(one, Node) for one in node.args):
-                raise ProgramError(f"{_HERE}: stage {len(modules)} takes {node.args} and {node.kwargs}; stages take tensors, by position")
+                raise ProgramError(f"{_HERE}: stage {len(modules)} takes {node.args} and {node.kwargs}; pass only tensors, by position")
             wiring.append([found[one] for one in node.args])
             found[node] = Source(len(modules), 0)
             modules.append(pipe.split_gm.get_submodule(node.target))
         elif node.op == "call_function" and isinstance(node.args[0], Node) and isinstance(node.args[-1], int):
             found[node] = Source(found[node.args[0]].stage, node.args[1])
         elif node.op != "output":
-            raise ProgramError(f"{_HERE}: {node.format_node()} is in no stage of the Pipe; cut the module elsewhere")
+            raise ProgramError(f"{_HERE}: {node.format_node()} is not in any stage of the Pipe; cut the module elsewhere")
     return names, modules, wiring
 
 
 def places_of(mesh: Mesh) -> list[Mesh]:
-    """The part of the mesh at each place along the axis of stages."""
+    """Part of the mesh for each coordinate along the axis of the stages."""
     axes = [name for name, _ in mesh.axes]
     axis = axes[0] if len(axes) == 1 else AXIS
     if axis not in axes:
@@ -148,7 +148,7 @@ def expect_own_parameters(modules: Sequence[nn.Module]) -> None:
             other, name = owners.setdefault(id(one), (number, path))
             if other != number:
                 why = f"{path} of stage {number} is {name} of stage {other}"
-                raise ProgramError(f"{_HERE}: {why}, and each parameter belongs to one stage; untie it, or cut the module elsewhere")
+                raise ProgramError(f"{_HERE}: {why}, but each parameter must belong to one stage; untie it, or cut the module elsewhere")
 
 
 def expect_matches(plan: Mapping[str, str], modules: Sequence[nn.Module], names: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ def _names_in(module: nn.Module) -> list[str]:
 
 
 def entries_for(plan: Mapping[str, str], module: nn.Module, labels: Sequence[str]) -> dict[str, str]:
-    """The entries of the plan that match a name of a stage."""
+    """Entries of the plan that match a name of a stage."""
     found = {}
     for pattern, value in plan.items():
         with suppress(ProgramError):

@@ -1,5 +1,5 @@
-"""State other than tensors that a forward pass reads from its modules. A call of a compiled module raises if the state has changed. Reads
-are recorded while the module is traced. A call compares the recorded values with the current ones, as tuples per module.
+"""State other than tensors that a forward pass reads from its modules. Calls of a compiled module raise if that state has changed. Reads
+are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType 
 
 
 class State:
-    """Recorded state, by the path of a module. `changed` names a change since then."""
+    """The recorded state, by the path of each module. `changed` finds out whether it has changed since."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         modules = {path: part for path, part in module.named_modules() if path in reads}
@@ -46,16 +46,16 @@ class State:
         self._sizes, self._handles = list(map(len, self._sized)), RemovableHandle.next_id
 
     def changed(self) -> str:
-        """Describes a change since compile; empty if there is none."""
+        """Describes a change since compile time, or returns ""."""
         try:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
-                and RemovableHandle.next_id == self._handles  # no hook was added to any module since
+                and RemovableHandle.next_id == self._handles  # no hook was added to any module since then
                 and [of.forward for of in self._classes] == self._forwards
             )
-        except Exception:  # a comparison of tensors, or a missing name
+        except Exception:  # tensors were compared, or an attribute is missing
             is_same = False
         if is_same:
             return ""
@@ -102,7 +102,7 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """The mutable objects and containers in these values."""
+    """Mutable objects and containers that are reachable from these values."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:
@@ -118,7 +118,7 @@ def _containers(found: list[Any]) -> list[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two values are one object, or equal numbers or containers."""
+    """True if two values are the same object, or equal numbers or containers."""
     if one is other:
         return True
     if type(one) is not type(other):

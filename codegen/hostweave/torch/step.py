@@ -1,4 +1,4 @@
-"""A whole step of training as one program: forward and backward pass, and the step of an optimizer in place."""
+"""A whole training step as one program: forward pass, backward pass, and the step of an optimizer, which updates in place."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -21,19 +21,19 @@ from hostweave.torch.training import Compile, Differentiated
 from hostweave.torch.updates import Updates, clipped, local, squares, updated_by
 from hostweave.types.tensor import TensorType
 
-_SUM = "sum"  # suffix of the names of sums of gradients
-_IS_FIRST = "is_first"  # input of the program that adds gradients: 1 in the first call of a sum
+_SUM = "sum"  # suffix of the names of accumulated gradients
+_IS_FIRST = "is_first"  # input of the program that accumulates gradients: 1 in the first call, which starts a new sum
 
 
 class TrainingStep(Differentiated):
-    """A training step, made by `hostweave.torch.compile` with `optimizer`. A call returns the module's results, and updates parameters.
+    """A training step. `hostweave.torch.compile` returns it with `optimizer`. A call returns the module's results, and updates parameters.
 
-    Parameters, and the tensors in `optimizer.state`, are updated in place, in the same program, `program`. Numbers that change from step to
-    step, such as learning rates, are computed by the code of the optimizer at each call. Otherwise it is a CompiledModule.
+    Parameters, and the tensors in `optimizer.state`, are updated in place by the same program, `program`. Numbers that change between
+    steps, such as learning rates, are computed by the optimizer's code at each call. In all other respects it is a CompiledModule.
 
-    With `accumulate=N` the gradients of N calls are added, and the last of these calls updates. With `clip_grad_norm`, `grad_norm` is the
-    norm of all gradients before clipping, in the last update. With `scaler` a call that updates first scales and unscales the gradients. It
-    changes no parameter and no state if a gradient is not finite, and then updates the scale.
+    With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
+    `grad_norm` is the norm of all gradients before clipping, in the last update. With `scaler`, the loss is scaled and the gradients are
+    unscaled before the update. If a gradient is not finite, the call changes no parameter and no state. The scale is then updated.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step, and returns the module's results before the update. Raises ArgumentError if arguments do not fit."""
+        """Makes a step. Returns the module's results, computed before the update. Raises ArgumentError if arguments do not fit."""
         passed, given = self._leaves(args, kwargs)
         group = current_group()
         written = {} if group is None else {one.name: one.parameter for one in self._updates.parameters}
@@ -78,7 +78,7 @@ class TrainingStep(Differentiated):
         return self._ended(passed, results)
 
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """The results of the module; updates parameters and state."""
+        """Computes the results of the module, and updates parameters and state."""
         part, updates = self._part, self._updates
         had_state = updates.has_state()
         numbers, hosts = updates.next(self._name, self._device)
@@ -93,14 +93,14 @@ class TrainingStep(Differentiated):
         return made[:count]
 
     def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """The results of the module; adds the gradients to the sums."""
+        """Computes the results of the module, and adds the gradients to the sums."""
         is_first = torch.tensor(float(self._added == 0)).to(self._device)
         made = self._adding({**self._adding.taken(given), **self._sums_now(), **self._scale_now(), _IS_FIRST: is_first}, group)
         self._added += 1
         return made[: len(self._joint.results)]
 
     def _sums_now(self) -> dict[str, torch.Tensor]:
-        """The sums of gradients, on this rank."""
+        """Accumulated gradients on this rank."""
         if self._accumulate > 1 and not self._sums:
             self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(local(one.parameter)) for one in self._updates.parameters}
         return self._sums
@@ -111,11 +111,11 @@ class TrainingStep(Differentiated):
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def _update(self, graph: Graph) -> GradientUpdate:
-        """The inputs and results of the optimizer's step for the gradients of the graph."""
+        """Inputs and results of the optimizer's step for the gradients of the graph."""
         updates = self._updates
         of_name = {one.name: one for one in updates.parameters}
         types: dict[str, TensorType] = {}
-        for name, stated in graph.input_types.items():  # state follows its parameter, so that a layer's inputs are adjacent
+        for name, stated in graph.input_types.items():  # state comes after its parameter, so that the inputs of a layer are adjacent
             types |= of_name[name].types(stated) if name in of_name else {name: stated}
             types |= {f"{name}_{_SUM}": stated} if name in of_name and self._accumulate > 1 else {}
         types |= updates.numbers()
@@ -124,7 +124,7 @@ class TrainingStep(Differentiated):
         return GradientUpdate(types, donated, len(updates.parameters), self._compute)
 
     def _addition(self, graph: Graph) -> GradientUpdate:
-        """The inputs and results of a sum of gradients."""
+        """Inputs and results of a program that accumulates gradients."""
         own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updates.parameters}
         donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
 
@@ -138,7 +138,7 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """The norm of all gradients, the number of elements that are not finite, and new parameters and state."""
+        """Norm of all gradients, number of elements that are not finite, and the new parameters and state."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()
@@ -152,8 +152,8 @@ class TrainingStep(Differentiated):
 
 
 def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The parameters with gradients, in the order of these: input of the graph, path and tensor. Raises ProgramError for other
-    gradients."""
+    """Yields the parameters with gradients, in the order of the gradients, as (input of the graph, path, tensor). Raises ProgramError for a
+    gradient of anything else."""
     names = {of: name for name, of in graph.parameters.items()}
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:
@@ -161,7 +161,5 @@ def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[t
         if origin.kind != "parameter":
             raise ProgramError(f"optimizer: {origin.name} requires grad, but is not in the optimizer; add it, or freeze it")
         if node in graph.constants:
-            raise ProgramError(
-                f"optimizer: the gradient of {origin.name} does not depend on the inputs; freeze the parameter, or omit optimizer="
-            )
+            raise ProgramError(f"optimizer: the gradient of {origin.name} does not depend on the inputs; freeze it, or omit optimizer=")
         yield names[origin.name], origin.name, tensor_of(module, origin.name)

@@ -1,4 +1,4 @@
-"""Translates a graph of ATen ops to a fusion. Repeated modules of one class, such as layers, become one function."""
+"""Translates a graph of ATen ops to a fusion. Repeated modules of a class, such as layers, become one function."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ NodeValues = dict[Node, Any]
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
-    """The fusion of a graph. Raises ProgramError, with the user's line, if an op does not support its operands."""
+    """Translates a graph to a fusion. Raises ProgramError with the user's line if an op does not support its operands."""
     return _fusion(graph, name, _starts(graph, name, options))
 
 
 def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function, list[TensorType]]:
-    """A function that computes a graph on the graph's mesh, and the types of its results."""
+    """Translates a graph to a function on the graph's mesh. Also returns the types of its results."""
     starts = _starts(graph, name, options, f"{name}_")
     outputs = [node for node in graph.outputs if node not in graph.constants]
     types = [graph.type_of(node) for node in outputs]
@@ -64,11 +64,11 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> its function, or the layer that has the same results
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> its function, or a layer with equal results
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
-    """The function of each repeated layer, by the layer's first node. The functions' names begin with `prefix`."""
+    """Maps the first node of each repeated layer to the layer's function. Names of functions begin with `prefix`."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
@@ -77,7 +77,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """The fusion that `_program` records. With `names` the graph's update is omitted."""
+    """Records `_program` as a fusion. With `names`, the graph's update is omitted."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -85,10 +85,10 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 
 
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
-    """The function that records a graph.
+    """Returns the function that records a graph.
 
-    With `names` the graph's update is omitted. `names` then gets the name of each node's value, or "" for an input. Several nodes may have
-    one value.
+    With `names`, the graph's update is omitted, and `names` is filled with the name of each node's value, or "" for an input. Several nodes
+    may have the same value.
     """
     update, names = (None if names is not None else graph.update), names or {}
 
@@ -112,7 +112,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         for (number, node), value in zip(outputs, made, strict=True):
             label = graph.labels[number] if graph.labels else graph.keys.get(node)
             if label and value._op is not None:
-                value.named(unique_name(label, value._trace.named))  # an argument may have that name
+                value.named(unique_name(label, value._trace.named))  # unique, because an argument may have that name
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"
@@ -128,8 +128,8 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
-    if number < len(graph.written):  # it gets the sharding of the tensor that it is written to
+    """Reshards an output to the sharding that the plan states for its module, or that the graph states. The default is replicated."""
+    if number < len(graph.written):  # the output gets the sharding of the tensor that it is written to
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
@@ -139,7 +139,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
-    """Operand that a node passes to another: a tensor of the fusion, or a number."""
+    """Operand that one node passes to another: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
             values[node] = resharded(values[node], graph.gathered[node])
@@ -159,13 +159,13 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
 
 
 def _number(size: str, values: NodeValues) -> hw.Tensor:
-    """A size that is known only at a call, as an i64 tensor: the largest index of the dim, plus 1."""
+    """A size that is known only when the program runs, as an i64 tensor: the largest index along the dim, plus 1."""
     of = next(value for value in values.values() if isinstance(value, hw.Tensor))
     return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
 
 
 def _takes_tensors(node: Node) -> bool:
-    """True if the shape of a tensor of one element matters to an op. It does not matter to pointwise ops."""
+    """True if it matters to an op whether a tensor of one element has dims. It does not matter to pointwise ops."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
@@ -198,7 +198,7 @@ def _run(graph: Graph, values: NodeValues, node: Any) -> None:
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
-    """The value, resharded as the plan states for the module that returns it, or as the graph states for this node."""
+    """Reshards a value as the plan states for the module that returns it, or as the graph states for the node."""
     for path in modules_of(node) if graph.layouts.outputs else ():
         axes = graph.layouts.outputs.get(path)
         if axes is not None and graph.last_of[path] is node:
@@ -209,7 +209,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """The name of the innermost module, for its result."""
+    """Name of the innermost module, which its result gets. None if the value is not its result."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -217,11 +217,12 @@ def _word(node: Node) -> str | None:
     return word if word.isidentifier() and word.isascii() else None
 
 
-# --- shardings that are inferred --------------------------------------------------------------------------------------
+# --- inferred shardings -----------------------------------------------------------------------------------------------
 
 
 def state_written(graph: Graph, name: str, options: Options) -> None:
-    """States the shardings of written arguments, such as caches, if the plan does not: they get the sharding of the written values."""
+    """States the shardings of written arguments, such as caches, that the plan does not state: they get the sharding of the values written
+    to them."""
     sources = {
         graph.names[node]: source
         for node, value in graph.written.items()
@@ -239,7 +240,7 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 
 
 def _source(value: Node) -> Node:
-    """The value whose elements are written into an argument that becomes `value`."""
+    """The value whose elements are written into an argument. `value` is the new value of that argument."""
     update = consecutive(value)
     return update[1] if update else value
 
@@ -248,9 +249,9 @@ def _source(value: Node) -> Node:
 
 
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
-    """The shardings of values between layers, as inferred for the program without functions.
+    """Shardings of values between layers, inferred from a program without functions.
 
-    The program has two of several equal layers; the results of the second represent the results of the others.
+    That program has only two of several equal layers. The results of the second one represent the results of the others.
     """
     if graph.mesh.size == 1:
         return {}
@@ -269,27 +270,27 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
-    """The shardings of the values of these nodes, as inferred for the program without functions."""
+    """Shardings of the values of these nodes, inferred from a program without functions."""
     flat = _with_shardings(_fusion(graph, name, starts, names), options)
     types = {value.name: value.type for value in flat.values().values()}
     return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
 
 
 def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
-    """The program with the shardings of all its values."""
+    """Returns the program with the shardings of all its values."""
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         fusion = apply(fusion, options)
     return fusion
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if the program's inputs that a layer takes are sharded like the values that equal layers take in their place."""
+    """True if program inputs that a layer reads are sharded like the values that equal layers read in their place."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
 def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
-    """The function of the layers like this one. Values between layers have the sharding that they have after the first layer."""
+    """Function for a group of equal layers. A value between layers has the sharding that it has after the first layer."""
     assert layer is not None
     taken: dict[str, None] = {}
     names: list[str] = []

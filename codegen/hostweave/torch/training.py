@@ -1,4 +1,4 @@
-"""A compiled module that trains: its outputs have a grad_fn, which calls the compiled backward program."""
+"""A compiled module for training. Its outputs have a grad_fn, which calls the compiled backward program."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ from hostweave.torch.compiled import CompiledModule, ProgramPart, tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
 
-Compile = Callable[..., Program]  # compiles a graph, with `end` appended to the module's name
+Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the program's name
 
 
 class Differentiated(CompiledModule):
-    """A module with compiled gradients. Its program computes a part of the joint graph."""
+    """A module with compiled gradients. Its programs compute parts of the joint graph."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # The current parameters that the joint graph takes, in order, and whether each has a gradient.
+        # Current parameters that the joint graph takes, in order. `_wants` says which of them require grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
         of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
@@ -38,7 +38,7 @@ class Differentiated(CompiledModule):
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
-            f"{self._name}: capture: in training a call is the forward pass alone; pass "
+            f"{self._name}: capture: in training a call is only the forward pass; pass "
             'options=hw.Options(graph="auto"), or compile it again without gradients'
         )
 
@@ -49,7 +49,7 @@ class Differentiated(CompiledModule):
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile; compile it again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
-        """The tensor for this position of the joint graph; None for a constant."""
+        """Tensor for an argument of the joint graph. None for a constant."""
         origin = self._joint.origins[number]
         if origin.kind not in ("argument", "seeds"):
             return self._held[number]
@@ -62,15 +62,15 @@ class Differentiated(CompiledModule):
         return tensor
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
-        """The arguments of a call by their nodes, and the arguments of the joint graph. Raises ArgumentError if they differ from compile
-        time."""
+        """Arguments of a call by their nodes, and the arguments of the joint graph. Raises ArgumentError if they differ from those at
+        compile time."""
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
         return passed | self._returned_parameters, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
-        """Builds the module's result. Writes to the buffers that forward updates, such as running statistics."""
+        """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
         made = {**passed, **dict(zip(self._joint.results, results, strict=True))}
         for node, value in self._graph.written.items():
             buffer: Any = tensor_of(self._module, self._graph.origins[node].name).detach()
@@ -80,9 +80,9 @@ class Differentiated(CompiledModule):
 
 
 class TrainingModule(Differentiated):
-    """A module that was compiled with `training=True`. `backward()` of its outputs fills the parameters' `.grad`. `program` computes the
-    outputs and the values saved for the backward pass. `backward` computes the gradients, which are sharded like the parameters. Otherwise
-    it is a CompiledModule.
+    """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
+    the outputs, and the values that are saved for the backward pass. `backward` computes the gradients, which are sharded like the
+    parameters. In all other respects it is a CompiledModule.
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
@@ -100,18 +100,19 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments, with gradients. Raises ArgumentError if it was compiled for different ones."""
+        """Calls the module with these arguments, and records the call for gradients. Raises ArgumentError if it was compiled for different
+        ones."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results, and the values saved for the backward pass."""
+        """Results, and the values that are saved for the backward pass."""
         values = self._part(self._part.taken(given), group)
         return values[: len(self._joint.results)], values[len(self._joint.results) :]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each tensor that the joint graph takes; None if it has no gradient."""
+        """Gradient of each tensor that the joint graph takes. None if it has no gradient."""
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
@@ -124,7 +125,8 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """The gradients of this rank in the layout of its parameters: DTensors for DTensors, and gathered gradients for whole tensors."""
+        """Gradients in the layout of the parameters: DTensors for DTensors, and gathered gradients for parameters that each rank has
+        whole."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gathers(*(found[number] for number in self._sharded), group=group)
@@ -139,13 +141,13 @@ class TrainingModule(Differentiated):
 
     @cached_property
     def _sharded(self) -> list[int]:
-        """Positions of parameters that each rank has whole although the plan shards them."""
+        """Indices of parameters that each rank has whole although the plan shards them."""
         plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
         return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 
     @property
     def _gathers(self) -> Program:
-        """A program that gathers the gradients of parameters that ranks have whole although the plan shards them."""
+        """Program that gathers the gradients of parameters that each rank has whole although the plan shards them."""
         with self._lock:  # ranks may be threads
             if self._gather is None:
                 self._gather = self._gathering()
@@ -164,12 +166,12 @@ class TrainingModule(Differentiated):
         gather.__name__ = f"{self.program.name}_gather"
         given: dict[str, Any] = {**types}
         fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-        options = replace(self.program.compiled.options, sizes={}, ways={})  # these options are for the module
+        options = replace(self.program.compiled.options, sizes={}, ways={})  # sizes and ways are options for the module's program
         return compile_program(fusion, target=self.program.target.name, options=options)
 
 
 class _Step(torch.autograd.Function):
-    """One call: the forward program, and later the backward program."""
+    """One call: runs the forward program, and later the backward program."""
 
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The part of a program that steps an optimizer: new values of parameters and of their state, in place."""
+"""The part of a program that makes an optimizer's step: it updates parameters and their state in place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
-_ODD = "not_finite"  # number of gradient elements that are not finite, in a step that scales its loss
+_ODD = "not_finite"  # input: number of gradient elements that are not finite, in a step with loss scaling
 
 
 class Updated(NamedTuple):
-    """A parameter that the step updates: its input of the program, its path in the module, and the step of the optimizer for it."""
+    """A parameter that the step updates: its input of the program, its path in the module, its tensor, and the recorded step."""
 
     name: str
     path: str
@@ -33,29 +33,29 @@ class Updated(NamedTuple):
 
     @property
     def layer(self) -> tuple[str, str]:
-        """The list that contains the parameter's module, and its number; only the path if there is no list."""
+        """Path of the list that contains the parameter's module, and the module's index. Only the path if there is no list."""
         words = self.path.split(".")
         at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
         return ".".join(words[:at]), "".join(words[at : at + 1])
 
     @property
     def own(self) -> str:
-        """Its name within its layer."""
+        """Name of the parameter within its layer."""
         return name_of(self.path.removeprefix(f"{'.'.join(self.layer)}.")) if self.layer[1] else self.name
 
     @property
     def entries(self) -> dict[str, str]:
-        """The suffix of the name of each value that the step reads, by its role in the optimizer."""
+        """Maps the role of each value that the step reads (parameter or entry of the state) to the suffix of the value's name."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
     def written(self) -> list[str]:
-        """The suffixes of the names of values that the step writes."""
+        """Suffixes of the names of the values that the step writes."""
         results = self.recorded.step.results
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """The types of `entries` by name: sharded like the parameter if they have the same shape, otherwise replicated."""
+        """Types of `entries` by name. They are sharded like the parameter if they have its shape, otherwise replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -64,7 +64,7 @@ class Updated(NamedTuple):
 
 
 def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor]]) -> list[Updated]:
-    """The parameters with gradients, each given as its input of the program, its path and its tensor.
+    """Returns the parameters that get gradients. Each is given as its input of the program, its path and its tensor.
 
     Raises ProgramError for an optimizer that does not fit.
     """
@@ -87,9 +87,9 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer for parameters of a program. `taken` are the names of the program's other inputs.
+    """The step of an optimizer for the parameters of a program. `taken` are the names of the program's other inputs.
 
-    `prefix` begins the names of its functions.
+    Names of the functions that it records begin with `prefix`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
@@ -97,10 +97,10 @@ class Updates:
         alike: dict[object, list[Updated]] = {}
         for one in parameters:
             alike.setdefault(one.recorded.words, []).append(one)
-        # the parameters, grouped by equal numbers of their steps; the first one of each group is the smallest
+        # The parameters, grouped by equal numbers of their steps. The smallest parameter is the first in its group.
         self._kinds = [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
         names = dict.fromkeys(taken, "")
-        self._numbers: list[dict[int, str]] = []  # for each kind, the input of the program for each number of the step, by position
+        self._numbers: list[dict[int, str]] = []  # for each group: index of a changing number in the step -> input of the program
         for members in self._kinds:
             recorded = members[0].recorded
             self._numbers.append({})
@@ -112,17 +112,17 @@ class Updates:
 
     @property
     def written(self) -> list[str]:
-        """The inputs that the step writes, in the order of the results of `compute`."""
+        """Inputs that the step writes, in the order of the results of `compute`."""
         return [f"{one.name}{end}" for one in self.parameters for end in one.written]
 
     def numbers(self, mesh: Mesh | None = None) -> dict[str, TensorType]:
-        """The types of the numbers that change from step to step, such as learning rates."""
+        """Types of the numbers that change between steps, such as learning rates."""
         dtypes = [torch.promote_types(members[0].parameter.dtype, torch.float32) for members in self._kinds]
         pairs = zip(dtypes, self._numbers, strict=True)
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """The new values of `written`. With `odd` above 0 they are the old ones. Equal layers are updated by calls of one function."""
+        """New values of `written`. If `odd` is above 0, they are the old ones. Equal layers are updated by calls of one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
@@ -147,7 +147,7 @@ class Updates:
         return {one.name: kind for kind, members in enumerate(self._kinds) for one in members}
 
     def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[Updated]]]:
-        """Groups the parameters by layer, and the layers by equal updates."""
+        """Groups the parameters by layer, and groups layers with equal updates."""
         layers: dict[tuple[str, str], list[Updated]] = {}
         for one in self.parameters:
             layers.setdefault(one.layer, []).append(one)
@@ -163,7 +163,8 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """A function of the operands in `_names_in`. It computes in 32 bits, or in 64 bits for 64-bit values."""
+        """Function that updates a layer. Its arguments are the operands in `_names_in`. It computes in 32 bits, or in 64 bits for 64-bit
+        values."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
@@ -186,20 +187,20 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Raises ArgumentError if the optimizer of module `name` no longer has a parameter."""
+        """Raises ArgumentError if the optimizer no longer has one of the parameters. `name` is the module's name for the message."""
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
 
     def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The input numbers of the program, and for each parameter the state on the host after the step."""
+        """Changing numbers for the next step, as inputs of the program, and the state on the host after the step, for each parameter."""
         numbers: dict[str, torch.Tensor] = {}
         hosts: dict[int, dict[str, Any]] = {}
         for members, names in zip(self._kinds, self._numbers, strict=True):
             recorded = members[0].recorded
             before = [self._host_of(one) for one in members]
             if odd := next((one for one, host in zip(members, before, strict=True) if host != before[0]), None):
-                why = f"{odd.path} is at another step than {members[0].path}: {self._host_of(odd)} and {before[0]}"
+                why = f"{odd.path} is at another step than {members[0].path}: {self._host_of(odd)}, not {before[0]}"
                 raise ArgumentError(f"{name}: optimizer.state: {why}; give both the same state, or separate parameter groups")
             step = recorded.next(name, before[0])
             hosts.update({id(one.parameter): step.host for one in members})
@@ -209,17 +210,17 @@ class Updates:
         return numbers, [hosts[id(one.parameter)] for one in self.parameters]
 
     def _host_of(self, one: Updated) -> dict[str, Any] | None:
-        """The entries of a parameter's state outside of the program, as numbers; None before the first step."""
+        """Entries of a parameter's state that stay on the host, as numbers. None before the first step."""
         state, entries = self.optimizer.state.get(one.parameter, {}), one.recorded.entries
         host = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items() if key not in entries}
         return host if host or state.keys() == {*one.recorded.order} else None
 
     def has_state(self) -> list[bool]:
-        """For each parameter, whether its state exists before the step."""
+        """For each parameter, True if its state exists before the step."""
         return [bool(self.optimizer.state.get(one.parameter)) for one in self.parameters]
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """The parameters and the tensors of their state, on this rank."""
+        """Parameters and the tensors of their state, on this rank."""
         found: dict[str, torch.Tensor] = {}
         for one in self.parameters:
             state = self.optimizer.state[one.parameter]
@@ -230,15 +231,15 @@ class Updates:
         return found
 
     def skipped(self, had_state: Sequence[bool]) -> None:
-        """Removes the state that was made for a step that then changed nothing."""
+        """Removes state that was created for a step that then changed nothing."""
         for one, before in zip(self.parameters, had_state, strict=True):
             if not before:
                 self.optimizer.state.pop(one.parameter)
 
     def ended(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the state on the host after the step."""
+        """Stores the state on the host after the step."""
         for one, host in zip(self.parameters, hosts, strict=True):
-            increment_version(one.parameter)  # torch does not see the write
+            increment_version(one.parameter)  # torch does not see the program's write
             state = self.optimizer.state[one.parameter]
             for key, value in host.items():
                 if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
@@ -247,17 +248,17 @@ class Updates:
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             if list(state) != one.recorded.order:
                 self.optimizer.state[one.parameter] = {key: state[key] for key in one.recorded.order}
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning rate schedulers check this flag
 
 
 def squares(gradients: Sequence[hw.Tensor]) -> hw.Tensor:
-    """The sum of the squares of all elements, in 32 bits, or in 64 bits for 64-bit gradients."""
+    """Sum of the squares of all elements, computed in 32 bits, or in 64 bits for 64-bit gradients."""
     wide = [_wide(one) for one in gradients]
     return sum((hw.sum(one * one) for one in wide[1:]), hw.sum(wide[0] * wide[0]))
 
 
 def clipped(gradients: Sequence[hw.Tensor], norm: hw.Tensor, limit: float) -> list[hw.Tensor]:
-    """Gradients scaled as torch.nn.utils.clip_grad_norm_ does, by its formula."""
+    """Scales gradients by the formula of torch.nn.utils.clip_grad_norm_."""
     scale = hw.minimum(limit / (norm + 1e-6), 1.0)
     return [hw.astype(_wide(one) * scale, one.dtype) for one in gradients]
 
@@ -267,13 +268,13 @@ def _wide(gradient: hw.Tensor) -> hw.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor of this rank."""
+    """Local memory of a tensor on this rank, as a detached tensor."""
     own: Any = tensor.detach()
     return own.to_local() if isinstance(own, DTensor) else own
 
 
 def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
-    """An entry of the state before the first step."""
+    """Entry of the state before the first step."""
     if entry.shape == parameter.shape:
         return torch.full_like(parameter.detach(), value, dtype=entry.dtype)
     if isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""Pooling over windows of images, written with other ATen ops. See `composed`."""
+"""Pooling over windows of images, written in terms of other ATen ops. See `composed`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """A number for each dim. A single number applies to all dims."""
+    """One number per dim. A single number applies to all dims."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Elements that one position of a window reads while the window moves over the last dims: [..., *sizes]."""
+    """Elements that one position of the window reads while the window moves over the last dims: [..., *sizes]."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
 
 
 def _sizes(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, count: int) -> tuple[list[int], list[int]]:
-    """The number of windows along each dim, and the padding after it."""
+    """Number of windows along each dim, and the padding after each dim."""
     sizes, behind = [], []
     for size, k, s, p, d in zip(x.shape[-count:], kernel, stride, padding, dilation, strict=True):
         reach = d * (k - 1) + 1
         n = (size + 2 * p - reach + (s - 1 if ceil else 0)) // s + 1
-        n -= ceil and (n - 1) * s >= size + p  # such a window would begin after the image
+        n -= ceil and (n - 1) * s >= size + p  # the last window would begin after the image
         sizes.append(n)
         behind.append(max(0, (n - 1) * s + reach - size - p))
     return sizes, behind
@@ -44,7 +44,7 @@ def _padded(x: Any, before: Sequence[int], behind: Sequence[int], value: float) 
 
 
 def _divided(total: Any, count: Any) -> Any:
-    """An average. Averages of ints are rounded towards 0."""
+    """Average. Averages of ints are rounded towards 0."""
     return total / count if total.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
 
 
@@ -103,7 +103,7 @@ def _largest(count: int) -> Callable[..., Any]:
 
 
 def _begins_and_ends(size: int, out: int, device: torch.device) -> tuple[Any, Any]:
-    """Begins and ends of the windows of an adaptive pooling."""
+    """Begins and ends of the windows of adaptive pooling."""
     places = torch.arange(out, device=device)
     return places * size // out, ((places + 1) * size + out - 1) // out
 
@@ -131,7 +131,7 @@ def _adaptive_largest(count: int) -> Callable[..., Any]:
         for dim, (size, out) in enumerate(zip(images, output, strict=True)):
             begin, end = _begins_and_ends(size, out, x.device)
             longest = max((i + 1) * size // out + ((i + 1) * size % out > 0) - i * size // out for i in range(out))
-            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # the last element is repeated
+            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # repeats the last element
             places.append(own)
             x = x.index_select(x.ndim - count + dim, own.flatten())
         lead, longest_of = x.ndim - count, [place.shape[1] for place in places]

@@ -1,4 +1,4 @@
-"""ATen ops as functions of a fusion: one entry per op, in `TABLE`."""
+"""ATen ops as functions on tensors of a fusion. `TABLE` has one entry per op."""
 
 from hostweave.torch.aten import convolutions, gradients, pointwise, products, reductions, shapes  # noqa: F401
 from hostweave.torch.aten.table import DTYPES as DTYPES

@@ -1,6 +1,6 @@
-"""Convolutions and their derivatives, as products of weights and windows of images.
+"""Convolutions and their derivatives, as matmuls of weights with windows of images.
 
-A `take` reads a window at positions computed from indices, so the size of an op does not depend on the kernel.
+A `take` reads a window at positions that are computed from indices. The number of ops therefore does not depend on the kernel size.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SizePerDim = Sequence[int | str]
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel [out, channels / groups, sizes...] over padded images [batch, channels, sizes...]."""
+    """A convolution with a kernel [out, channels / groups, sizes...] over padded images [batch, channels, sizes...]."""
 
     sizes: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    is_reversed: bool = False  # its positions are reversed, as in transposed convolutions
+    is_reversed: bool = False  # kernel positions are in reverse order, as in transposed convolutions
 
     def seen(self, x: hw.Tensor, outs: SizePerDim) -> hw.Tensor:
-        """Elements that each position of the kernel reads, for each of the `outs`: [batch, channels, positions, outs]."""
+        """The input elements that each kernel position reads for each output position: [batch, channels, positions, outs]."""
         batch, channels, *own = x.shape
         count = len(self.sizes)
         fits = all(k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True) if isinstance(n, int))
@@ -51,7 +51,7 @@ class _Kernel:
         return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
 
     def _numbers(self, x: hw.Tensor, sizes: SizePerDim, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
-        """Positions in a flat image of the points of a grid with these sizes and steps, in elements: [points]."""
+        """Positions of the points of a grid in a flattened image: [points]. The grid has `sizes` points, `steps` elements apart."""
         total: Any = None
         for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
             row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)
@@ -64,7 +64,7 @@ class _Kernel:
         return hw.reshape(total, _count(sizes))
 
     def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: SizePerDim) -> hw.Tensor:
-        """The outputs [batch, out, outs...]. Kernels of one channel are computed by sums, others by matmuls."""
+        """The outputs: [batch, out, outs...]. A kernel of one channel is computed by multiplications and sums, others by matmuls."""
         seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
         batch, places = x.shape[0], _count(self.sizes)
         if self.groups > 1 and channels == 1:
@@ -80,7 +80,7 @@ class _Kernel:
         return cast(made, result.dtype)
 
     def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: SizePerDim) -> hw.Tensor:
-        """The gradient of the weight [out, channels / groups, sizes...] from the gradient of the outputs."""
+        """The gradient of the weight [out, channels / groups, sizes...], computed from the gradient of the outputs."""
         outs, places = dy.shape[2:], _count(self.sizes)
         seen, (out, channels), batch = self.seen(x, outs), shape[:2], x.shape[0]
         if self.groups > 1 and channels == 1:
@@ -96,7 +96,7 @@ class _Kernel:
 
 
 def _count(sizes: SizePerDim) -> Any:
-    """Number of elements of an image of these sizes."""
+    """Number of elements of an image with these sizes."""
     total = product(tuple(Size.of(str(size)) for size in sizes))
     return int(total) if total.is_int else str(total)
 
@@ -106,7 +106,7 @@ def _each(values: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequence[int]) -> hw.Tensor:
-    """Images padded with zeros. A negative width removes elements."""
+    """Pads images with zeros. A negative width removes elements."""
     made: hw.Tensor = padded(result, x, [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair])
     return made
 
@@ -114,7 +114,7 @@ def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequen
 def _turned(
     result: Result, y: hw.Tensor, weight: hw.Tensor, kernel: _Kernel, padding: Sequence[int], more: Sequence[int]
 ) -> tuple[hw.Tensor, hw.Tensor, _Kernel]:
-    """Converts a transposed convolution: images, weight and kernel of the equal convolution with stride 1 and no padding."""
+    """Converts a transposed convolution. Returns images, weight and kernel of an equal convolution with stride 1 and no padding."""
     for dim, s in enumerate(kernel.stride, 2):  # zeros between the elements
         if s > 1:
             size = int(y.shape[dim])

@@ -1,4 +1,4 @@
-"""Ops of derivatives, and ops of training graphs that replace ops of ATen."""
+"""ATen ops of derivatives, and ops that replace ATen ops in training graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 
 
 def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
-    """Draws for a tensor. Merges its later dims first if it has more dims than the counter of the generator."""
+    """Draws random numbers for a tensor. If it has more dims than the generator's counter, its later dims are merged first."""
     if x.ndim <= MAX_RANDOM_DIMS:
         return draw(x)
     return hw.reshape(draw(hw.reshape(x, *x.shape[:3], -1)), *x.shape)
@@ -55,12 +55,12 @@ def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor
 def _random(
     result: Result, seed: hw.Tensor, like: hw.Tensor | None, size: Any, dtype: torch.dtype, kind: str, low: int, high: int
 ) -> hw.Tensor:
-    """Random numbers of the shape of a result: "uniform" in [0, 1), "normal", or "integers" from low to below high."""
+    """Random numbers with the shape of the result: "uniform" in [0, 1), "normal", or "integers" from `low` to below `high`."""
 
     def draw(x: hw.Tensor) -> hw.Tensor:
         if kind == "integers":
             if high - low > 2**24:
-                raise refuse(f"integers from {low} to {high} have more than 2^24 values, and a number has 24 random bits; draw two parts")
+                raise refuse(f"integers from {low} to {high} have more than 2^24 values, but a random number has 24 bits; draw two parts")
             return cast(hw.astype(hw.floor(hw.uniform(x, seed) * (high - low)), hw.i64) + low, dtype)
         first, second = hw.uniform(x, seed), hw.uniform(x, seed, 1)
         if kind == "normal":  # Box and Muller, 1958
@@ -69,7 +69,7 @@ def _random(
             return cast(hw.sqrt(-2 * hw.log(1 - first)) * hw.cos(2 * math.pi * second), dtype)
         if dtype == torch.float64:
             return cast(first, dtype) + cast(second, dtype) * 2.0**-24
-        bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype)  # with more bits the greatest number would round to 1
+        bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype)  # with more bits the largest number would round to 1
         return cast(hw.floor(first * 2.0**bits) * 2.0**-bits if bits else first, dtype)
 
     return _as_drawn(full(Result((torch.float32,), result.shapes, seed), 0) if like is None else like, draw)
@@ -157,14 +157,14 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
 
 
 def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """Adds the source to x at the indices. A bool is true if any of its terms is."""
+    """Adds the source to x at the indices. For bools, an element becomes true if any of its terms is true."""
     if x.dtype != hw.bool_:
         return hw.scatter_add(x, dim, index, source)
     return hw.scatter_add(hw.astype(x, hw.i64), dim, index, hw.astype(source, hw.i64)) != 0
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
-    """Replaces elements by one value where a mask is true."""
+    """Replaces the elements where a mask is true by one value, or adds the value to them."""
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
@@ -181,7 +181,7 @@ TABLE |= {
 
 
 def _scattered(function: Callable[..., hw.Tensor], x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """Scatters into x. In dims except `dim` the index may be smaller than x; the rest of x does not change."""
+    """Scatters into x. In dims other than `dim` the index may be smaller than x. The rest of x does not change."""
     made = function(beside(x, index, dim), dim, index, first(source, index.shape))
     for other, size in enumerate(x.shape):
         if str(made.shape[other]) != str(size):
@@ -250,7 +250,7 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed in f32 for narrower dtypes. With `back`, its gradient."""
+    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, the gradient of that."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
@@ -265,7 +265,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """Returns x with a slice replaced by the source, for the derivative of a slice."""
+    """Returns x with a slice replaced by the source. Derivatives of writes to slices use it."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")

@@ -1,4 +1,4 @@
-"""Ops that compute each element from one element of each operand."""
+"""ATen ops that compute each element from one element of each operand."""
 
 import math
 import operator
@@ -92,7 +92,7 @@ for _name in ("atan2", "hypot"):
 
 
 def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
-    """The larger or the smaller one of two elements."""
+    """Entry for the larger or the smaller of two elements. With `skips_nan`, NaN counts as missing."""
 
     def chosen(a: Any, b: Any) -> Any:
         a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
@@ -123,7 +123,7 @@ _binary("rsub", lambda a, b: b - a)
 
 
 def _scaled(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """`x + value * function(a, b)`"""
+    """Entry for `x + value * function(a, b)`."""
 
     def entry(result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
         x, a, b, value = (cast(one, result.dtype) for one in (x, a, b, value))
@@ -143,7 +143,8 @@ TABLE |= {
 
 
 def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
-    """The power of integers by squaring, which wraps as torch's does. A negative exponent gives 0, unless the base is 1 or -1."""
+    """Power of integers by repeated squaring, which wraps around as torch's does. A negative exponent gives 0, unless the base is 1 or
+    -1."""
     base = a if isinstance(a, hw.Tensor) else exponent * 0 + int(a)
     made, rest, square = base * 0 + exponent * 0 + 1, exponent, base
     is_signed = exponent.dtype.kind == "int"
@@ -158,7 +159,7 @@ def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch. They differ from a power: sqrt(-inf) is NaN."""
+    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch, because a power differs from them: sqrt(-inf) is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
@@ -214,7 +215,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     dtype = dtype_of(result.dtype)
     a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
-    if not isinstance(condition, hw.Tensor):  # the condition is a constant of one element
+    if not isinstance(condition, hw.Tensor):  # the condition is a constant with one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
@@ -223,7 +224,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Dropout that drops nothing. All other dropout in modules has a seed, and is another op."""
+    """Dropout that drops nothing. Dropout in a module that drops elements has a seed, and is another op."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x

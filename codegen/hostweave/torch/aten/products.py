@@ -1,4 +1,4 @@
-"""Matrix products and attention."""
+"""Matmuls and attention."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def _scaled_mm(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> hw.Tensor:
-    """Ignores `use_fast_accum`: sums are always in f32."""
+    """`use_fast_accum` has no effect, because sums are always in f32."""
     if scale_result is not None or DTYPES[result.dtype].itemsize == 1:
         raise refuse("_scaled_mm with a result of 8 bits is not supported; use out_dtype=torch.bfloat16, then quantise it")
     made = hw.scaled_matmul(a, b, scale_a, scale_b, out_dtype=DTYPES[result.dtype])
@@ -62,7 +62,7 @@ def _grouped_mm(
         raise refuse("grouped_mm with a bias, or a result of another dtype, is not supported; add the bias to the result, and cast it")
     if offs is None:
         return hw.matmul(a, b)
-    if a.ndim == 3:  # groups of columns: the transposed product has groups of rows
+    if a.ndim == 3:  # groups of columns; the transposed matmul has groups of rows
         return _grouped(b.T, hw.permute_dims(a, (0, 2, 1)), offs).T
     return _grouped(a, b, offs)
 
@@ -84,11 +84,11 @@ def _grouped(a: hw.Tensor, b: hw.Tensor, offs: hw.Tensor) -> hw.Tensor:
 
 
 def _of_rows(x: hw.Tensor) -> hw.Tensor:
-    """Merges all dims except the last."""
+    """Merges all dims except the last one."""
     return x if x.ndim == 2 else hw.reshape(x, str(product(x.type.shape[:-1])), str(x.type.shape[-1]))
 
 
-Scaled = tuple[hw.Tensor, hw.Tensor]  # values and scales
+Scaled = tuple[hw.Tensor, hw.Tensor]  # (values, scales)
 
 
 def _turned(scaled: Scaled) -> Scaled:
@@ -96,7 +96,7 @@ def _turned(scaled: Scaled) -> Scaled:
 
 
 def _product(a: Scaled, b: Scaled, out: DType) -> hw.Tensor:
-    """The product of a [M, K] and the transpose of b [N, K], both quantised along K."""
+    """Multiplies a [M, K] by the transpose of b [N, K]. Both are quantised along K."""
     return hw.scaled_matmul(a[0], b[0].T, a[1], b[1].T, out_dtype=out)
 
 
@@ -121,7 +121,7 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Weights are 8-bit floats with scales. Magnitudes above `bound` count as `bound` in the scale of a row."""
+    """Linear whose weights are 8-bit floats with scales. In the scale of a row, magnitudes above `bound` count as `bound`."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
@@ -135,20 +135,21 @@ def _quantized_linear(
 
 
 def _of_gradients(scaling: str) -> DType:
-    """The dtype of quantised gradients. A whole tensor has a large range of gradients; for a row or block, precision matters more."""
+    """Dtype of quantised gradients. f8e5m2 has a larger range, which a whole tensor of gradients needs. f8e4m3 is more precise."""
     return hw.f8e5m2 if scaling == "tensor" else hw.f8e4m3
 
 
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    """The gradient of the rows, by the transposed weight. With the scale of a tensor, its values are those of the weight, transposed."""
+    """Gradient of the activations: `dy` times the transposed weight. With one scale per tensor, the weight's quantised values are
+    reused."""
     of_weight = _turned(_weight(weight.T, scaling)) if scaling == "tensor" else _weight(weight, scaling)
     return _scaled_rows(dy, of_weight, scaling, _of_gradients(scaling))
 
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
-    """The gradient of a weight, a sum over rows. Blocks are 128 rows. With the scale of a tensor, dy has the values of `scaled_product`."""
+    """Gradient of a weight, a sum over rows. Blocks are 128 rows. With one scale per tensor, dy is quantised as in `scaled_product`."""
     dy, x, of_gradients = _of_rows(dy), _of_rows(x), _of_gradients(scaling)
     if scaling == "tensor":
         return _product(_turned(hw.quantize(dy, scaling, of_gradients)), _turned(hw.quantize(x, scaling)), x.dtype)
@@ -162,6 +163,6 @@ def _attention(
     if p and "seed" not in named:
         raise refuse(f"attention with dropout_p={p} of tensors of a fusion has no seed; use hw.scaled_dot_product_attention")
     named |= {"dropout_p": p} if p else {}
-    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # one head of keys for all queries
+    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # all heads of queries share one head of keys
         named["enable_gqa"] = True
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)

@@ -1,4 +1,4 @@
-"""Reductions and normalizations."""
+"""Reductions and normalisations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool 
 
 
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
-    """The position of the largest negated element. Ints are complemented instead, because negation may overflow."""
+    """Index of the smallest element, as argmax of the negated elements. Ints are complemented, because negation may overflow."""
     return _argmax(result, -x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 
@@ -85,13 +85,13 @@ TABLE |= {
 
 @aten("_safe_softmax.default")
 def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    """Replaces rows of -inf by zeros."""
+    """Softmax in which rows of -inf become zeros."""
     x = cast(x, result.dtype)
     return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
 
 
 def _norm(function: Callable[..., hw.Tensor], x: hw.Tensor, shape: Sequence[int], *scales: hw.Tensor | None, eps: float) -> hw.Tensor:
-    """A norm over the last dims, as one dim."""
+    """Normalises over the last dims, which are merged into one dim."""
     if len(shape) == 1:
         return function(x, *scales, eps=eps)
     flat = hw.reshape(x, *x.shape[: x.ndim - len(shape)], math.prod(shape))

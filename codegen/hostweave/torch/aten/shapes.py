@@ -62,13 +62,13 @@ TABLE |= {
 
 
 def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
-    """x where `seen` is true, else zeros."""
+    """Returns x where `seen` is true, and zeros elsewhere."""
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
 @aten("constant_pad_nd.default")
 def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
-    """Pads x. Negative widths remove elements."""
+    """Pads x. A negative width removes elements."""
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if before < 0 or after < 0:
             of = slice(max(0, -before), None if after >= 0 else after)
@@ -78,7 +78,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
 
 
 def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
-    """Returns a size as a number, or as a tensor of one element if it is known only at a call."""
+    """Returns a size as an int, or as a tensor with one element if the size is known only when the program runs."""
     size = x.shape[dim]
     return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
 
@@ -113,7 +113,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
         end = None if end is None or end >= 2**62 else end
         return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
     first = start or 0
-    if not isinstance(first, int):  # it is counted from the end, if its distance to the end is known
+    if not isinstance(first, int):  # a start at a known distance from the end is counted from the end
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
             raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
@@ -149,7 +149,7 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
     for dim, count in enumerate(repeats):
         if isinstance(count, int):
             x = x if count == 1 else hw.concat([x] * count, dim)
-        else:  # known only at a call
+        else:  # known only when the program runs
             before, behind = x.shape[:dim], x.shape[dim + 1 :]
             wide = hw.broadcast_to(hw.expand_dims(x, dim), *before, count, *x.shape[dim:])
             x = hw.reshape(wide, *before, result.shape[dim], *behind)
@@ -182,15 +182,15 @@ def _index(result: Result, x: hw.Tensor, indices: TensorIndices) -> hw.Tensor:
 
 @aten("hostweave.update.default")
 def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, dim: int) -> hw.Tensor:
-    """x with the elements of an update, from one position of a dim on."""
+    """Returns x with the elements from position `begin` of a dim on replaced by an update."""
     starts: list[Any] = [begin if i == dim else 0 for i in range(x.ndim)]
     return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
 
 
 def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
-    """Merges the indexed dims of x. Returns x, the positions of the indexed elements along the merged dim, the dim, and the order of dims.
+    """Merges the indexed dims of x. Returns x, the positions of the indexed elements along the merged dim, that dim, and the order of dims.
 
-    The indexed dims come first, unless they follow one another, as in torch.
+    As in torch, the indexed dims come first, unless they are adjacent.
     """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):
@@ -213,18 +213,18 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
-    """The elements of x that have an index. In dims except `dim` torch takes the first ones."""
+    """Elements of x that have an index. In dims other than `dim` these are the first elements, as in torch."""
     return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
 
 
 def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
-    """The first elements of x: `shape` of them along each dim."""
+    """The first elements of x: `shape` says how many along each dim."""
     parts = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
     return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
-    """Indices of torch's brackets. Negative ones count from the end."""
+    """Indices as in brackets of torch: a negative index counts from the end."""
     return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 

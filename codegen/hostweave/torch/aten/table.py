@@ -1,7 +1,7 @@
-"""ATen ops as functions of a fusion: one entry per op.
+"""Table of ATen ops as functions on tensors of a fusion, with one entry per op.
 
-An entry takes a `Result`, then the op's arguments: tensors of the fusion, Python numbers, lists, None.
-Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
+An entry takes a `Result`, then the arguments of the op: tensors of the fusion, Python numbers, lists, or None. If torch promotes dtypes,
+the entry casts operands to the dtype in which torch computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for d
 
 @dataclass(frozen=True)
 class Result:
-    """Dtypes and shapes of an op's results, as torch infers them."""
+    """Dtypes and shapes of an op's results, as inferred by torch."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[GivenSizes, ...]
-    trace: hw.Tensor  # any tensor of the function, in which a tensor without operands is created
+    trace: hw.Tensor  # any tensor of the traced function; ops without operands are recorded in its trace
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,14 +55,14 @@ def aten(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# Arguments that the result determines.
+# Arguments that follow from the dtype and shape of the result.
 _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
 def computed(
     op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], GivenSizes], trace: hw.Tensor
 ) -> Any:
-    """Calls the entry of an op in place of a node. `shape_of` gives the shapes of the node's results."""
+    """Calls the entry of an op in place of a node of the graph. `shape_of` gives the shapes of the node's results."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
     kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
@@ -73,7 +73,7 @@ def computed(
     return pytree.tree_map_only(hw.Tensor, hw.reshape, TABLE[op](wide, *args, **kwargs))
 
 
-# Ops along a dim that torch also applies to tensors without dims, as if they had one dim of one element.
+# Ops along a dim that torch also applies to tensors without dims, as if these had one dim with one element.
 _WORDS = """
 sum mean prod amax amin max min argmax argmin any all var var_mean std std_mean linalg_vector_norm softmax _softmax _safe_softmax
 log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod cummax cummin logcumsumexp sort argsort topk
@@ -88,7 +88,7 @@ def refuse(why: str) -> ProgramError:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The dtype by its torch name. Raises ProgramError."""
+    """Hostweave's dtype for a dtype of torch. Raises ProgramError if there is none."""
     if dtype not in DTYPES:
         raise refuse(f"{dtype} is not supported; cast to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
     return DTYPES[dtype]
@@ -101,7 +101,7 @@ def cast(x: T, dtype: torch.dtype) -> T:
 
 
 def wide(x: T, result: Result) -> T:
-    """Casts x to the dtype in which torch computes norms and derivatives of 16-bit floats."""
+    """Casts x to the dtype in which torch computes norms and derivatives: at least f32."""
     return cast(x, torch.promote_types(result.dtype, torch.float32))
 
 
@@ -110,7 +110,7 @@ def torch_dtype(x: hw.Tensor) -> torch.dtype:
 
 
 def common_dtype(a: Any, b: Any) -> torch.dtype:
-    """The dtype in which torch compares or computes with two operands."""
+    """The dtype in which torch compares or combines two operands."""
     if isinstance(a, hw.Tensor) and isinstance(b, hw.Tensor):
         return torch.promote_types(torch_dtype(a), torch_dtype(b))
     tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
@@ -118,18 +118,18 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
-    """x, with these mesh axes for each dim; () is replicated."""
+    """Reshards x to these mesh axes for each dim. () means replicated."""
     axes = axes or ((),) * x.ndim
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
 
 def number_of(dtype: DType, value: Number) -> Number:
-    """A number as an element of a dtype."""
+    """Converts a number to an element of a dtype."""
     return float(value) if dtype.kind == "float" else bool(value) if dtype.kind == "bool" else int(value)
 
 
 def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
-    """A tensor whose elements are all one value."""
+    """Returns a tensor whose elements all equal a value."""
     dtype, shape = dtype_of(result.dtype), result.shape
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
