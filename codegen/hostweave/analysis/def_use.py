@@ -124,8 +124,8 @@ class DefUse:
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body, without the instructions of `gone`. For each key of `before`, its instructions are inserted before that
-        instruction. Instructions are named by their number."""
+        """The program's body, without the instructions of `gone`. Each entry of `before` inserts its instructions before the instruction
+        that is its key. Instructions are named by their number."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 

@@ -289,8 +289,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if element i of a result depends only on element i of an input. The two may then share memory.
 
-    A reduction finishes all its reads before the kernel writes. If the result has only kept dims, the input must not be read by the threads
-    of the reduction: then one thread reads and writes each element.
+    A reduction finishes all its reads before the kernel writes. If the result has only the kept dims, one thread writes each element. That
+    thread alone must then read the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of the operand

@@ -120,7 +120,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Upper bound of the index of the stream on which a block runs, plus 1."""
+        """Largest possible index of the block's stream in its pool, plus 1."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:

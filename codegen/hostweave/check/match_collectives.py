@@ -1,4 +1,5 @@
-"""Matches communications. Sends match recvs in issue order per pair of ranks, and collectives match by their count in the process group."""
+"""Matches communications. The n-th send of one rank to another matches the n-th recv there. The n-th collectives of the ranks of a process
+group match each other."""
 
 from collections import defaultdict
 from dataclasses import dataclass

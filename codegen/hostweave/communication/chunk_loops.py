@@ -44,7 +44,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Number of shards of the chunked dim, before or after the communication among these ops (the larger number)."""
+    """Number of shards of the chunked dim: the larger of the numbers before and after the communication among these ops."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

@@ -109,7 +109,7 @@ class LoopSteps:
     uneven: tuple[str, ...] = ()  # sizes that may not divide evenly among ranks
     rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
     start: int = 0
-    suffix: str = ""  # suffix for the names of chunks; "" is the loop index of the iteration
+    suffix: str = ""  # suffix for the names of chunks; if empty, the name of the loop index is the suffix
 
     @property
     def subchunks(self) -> Size:

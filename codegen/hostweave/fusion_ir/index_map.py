@@ -46,8 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of adjacent dims in both shapes with the same elements, as a reshape maps them. Dims of 1 are paired with each other or
-    omitted."""
+    """Pairs of runs of adjacent dims, as short as possible: a reshape maps the elements of the run in `source` to those of the run in
+    `target`. Dims of 1 are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):

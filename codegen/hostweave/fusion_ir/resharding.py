@@ -30,8 +30,8 @@ class ReshardStep:
 
     `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from `dim` to dim `to`. In a permute_shards, rank i
     of a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer
-    moves a tensor that is not partial to another mesh, by the routes of `blocks`. The last three kinds also state the result type,
-    `target`.
+    moves a tensor to another mesh, by the routes of `blocks`; the tensor must not be partial. The last three kinds also state the result
+    type, `target`.
     """
 
     kind: str
@@ -252,8 +252,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which the partial value can be reduce-scattered before a transfer: the target splits them into a multiple of as many
-    blocks."""
+    """Dims along which the partial value can be reduce-scattered before a transfer. The resulting number of blocks must divide the size of
+    the dim or, if the size is symbolic, the number of blocks in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return

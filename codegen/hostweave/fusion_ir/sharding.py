@@ -32,7 +32,7 @@ def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """Shardings of an op's operands and result that the op would choose by itself.
+    """How shardings propagate between the operands and the result of an op.
 
     `result` is the layout of the result that follows from the operands' shardings. `reduced` maps each reduced label to its mesh axes; the
     result is partial over them.
@@ -128,8 +128,8 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
     """True if the ranks along `axes` can split the dims of a label.
 
-    Axes in zigzag cannot split a dim if its indices depend on data or if the op reorders its blocks: both count from the rank's first
-    index.
+    Axes in zigzag cannot split a dim if its indices depend on data or if the op reorders its blocks. Such ops assume that the indices of a
+    rank are contiguous.
     """
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))

@@ -273,7 +273,7 @@ class Builder:
         return self.reshape(src, (*shape[:dim], outer, inner, *shape[dim + 1 :]), wanted)
 
     def drop(self, src: str, dim: int, wanted: str) -> str:
-        """View that lacks dim `dim`, at its index 0."""
+        """View at index 0 of dim `dim`, without this dim."""
         shape = self.types[src].shape
         if shape[dim] == Size():
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)

@@ -115,8 +115,8 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that need one flat list of instructions.
 
     Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that a function does not free is
-    deallocated after each call, so that the next call may reuse it. Parameters become the arguments of the call. If the function has
-    donated inputs, parameters become views of the arguments: `as_given` and `take_over`.
+    deallocated after each call, so that the next call may reuse it. The arguments of the call replace the parameters. If the function has
+    donated inputs, its parameters become views of the arguments: `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 

@@ -33,7 +33,7 @@ from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
 MAX_WORDS = 3  # largest number of op names in a kernel's name
-MAX_CHARACTERS = 48  # longest result names in a kernel's name
+MAX_CHARACTERS = 48  # largest length of the result names in a kernel's name
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Channel:
 
     @property
     def takes_turns(self) -> bool:
-        """True if its communications must not overlap, on one device, with those of another channel for which this is True."""
+        """True if, on one device, its communications must not overlap with those of another channel for which this is True."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:

@@ -63,8 +63,8 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Sizes that must not be 0, because a reduction without identity is over them. Each has the kind of the reduction. A single rank's
-    shard may be empty."""
+    """Sizes that must not be 0, because a reduction without identity is over them. Each is yielded with the op kind of its reduction. A
+    single rank's shard may be empty."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine

@@ -158,7 +158,8 @@ class Loops:
 
     @property
     def transposed(self) -> str:
-        """The result that blocks transpose in tiles, or "". It is contiguous along the first dim, and its operands along the last one."""
+        """The result that blocks transpose in tiles, or "". The result is contiguous along the first dim, and its operands along the last
+        dim."""
         return next(place for place in self.stores if self.stride(place, self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
@@ -291,7 +292,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Place of a result in memory. The place of the value before the store is its name."""
+    """Key of a result in memory, in maps such as `Loops.memory`. The key of its value before the store is its name."""
     return f"{result} stored"
 
 
@@ -301,5 +302,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Place of the value of an index that determines which element an op reads."""
+    """Key, in the same maps, of an index that determines which element an op reads."""
     return f"{op.result.name} {dim}"

@@ -52,8 +52,8 @@ class Mesh:
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """Mesh of the given ranks of this mesh, in the given order.
 
-        `axes` gives the names and sizes of the new mesh's axes. Without `axes`, the new mesh has the axes of this mesh. If this mesh has
-        several axes, the ranks must then form a block in row-major order. The new mesh keeps the axes along which the ranks differ.
+        `axes` gives the names and sizes of the new mesh's axes. Without `axes`, the new mesh keeps the axes of this mesh along which the
+        ranks differ. If this mesh has several axes, the ranks must then form a block in row-major order.
 
         Raises ProgramError if the ranks do not form a block, or if a rank is not in this mesh.
 

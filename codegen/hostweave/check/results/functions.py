@@ -170,7 +170,7 @@ class Functions:
     @staticmethod
     def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
         def computed(x: Any) -> Any:
-            shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # half the time of np.vectorize
+            shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # takes half the time of np.vectorize
             return x.opaque(function.__name__, shadows.reshape(x.value.shape))
 
         return computed

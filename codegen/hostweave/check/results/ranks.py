@@ -48,7 +48,7 @@ class FieldRanks:
         self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
         self.fixed: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
         self.ran: set[tree.Instruction] = set()
-        # called with the contents after each write; a rank's index is that of the memory
+        # called after each write with the rank that owns the memory, the access, and the contents
         self.watch: Callable[[int, Access, Lanes], None] | None = None
 
     # --- memory ---

@@ -344,7 +344,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
 
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
-    """Sums of values, weighted: [..., H, S, F]."""
+    """Weighted sums of the values: [..., H, S, F]."""
     result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 

@@ -27,8 +27,8 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [T, K] | [E, K, N] | [T, N] | its rows of `a` times b[e] |
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
-    The second form is the gradient of b in the first one. A group begins where the previous one ends. The host does not read the offsets,
-    which must not decrease. If they do, the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
+    The second form is the gradient of b in the first one. A group begins where the previous one ends. The host does not read the offsets.
+    They must not decrease; if they decrease, the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
     Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
 
     E, K, N and T may be sharded. A rank multiplies its shard of the rows by its shard of the matrices. If a sharded dim is missing in the

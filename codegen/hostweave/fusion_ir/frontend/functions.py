@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. cuBLASLt has no such integer matmul. A generated kernel computes it, and is much slower than a matmul of floats.
+    wrap around. cuBLASLt does not support such a matmul, so a generated kernel computes it, which is much slower than a matmul of floats.
 
     If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
 
@@ -338,8 +338,8 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    A dim that is sharded along `axis` is gathered first. If an operand is the result of a pointwise op, the kernel writes it directly into
-    the result; so do most other ops.
+    If dim `axis` is sharded, it is gathered first. Pointwise ops and most other ops that compute an operand write it directly into the
+    result, without a copy.
 
     Raises ProgramError for an empty list, or if shapes or dtypes differ.
 

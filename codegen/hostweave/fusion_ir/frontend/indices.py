@@ -226,7 +226,8 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Start of a slice with `length` elements, as an i64 without dims, or with the first dims of `before`, the dims of x before the cut."""
+    """Start of a slice with `length` elements, clamped to the valid range, as an i64 tensor. `before` has the sizes of the dims before the
+    first dim that is cut. The start may vary along some of these."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements exceed dim {axis} of {x.type}; take at most {size}")
@@ -283,8 +284,9 @@ def inverse_order(order: Tensor, axis: Axis) -> Tensor:
 def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
     """Sorts elements by group. Each element of x is the number of its group, or `groups` if it has no group.
 
-    Returns an i32 tensor. For N elements, the dim holds three lists: the end of each group; the element's index for each sorted position;
-    the sorted position of each element. The sort is stable. An element without a group has position 0, and unused positions have index 0.
+    Returns an i32 tensor. Along the dim it contains three lists, one after another: the end of each group; for each sorted position, the
+    index of the element there; for each element, its sorted position. The sort is stable. An element without a group has position 0, and
+    unused positions have index 0.
     """
     return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
 
@@ -303,7 +305,7 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # with at most so many, a GPU does not sort the rest: kSorted of sort.h
+_MOST_CHOSEN = 2048  # up to this k, a GPU does not sort all elements: kSorted of sort.h
 
 
 @checked

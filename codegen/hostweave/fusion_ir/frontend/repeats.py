@@ -47,9 +47,9 @@ class _Run:
     function: Fusion
     calls: tuple[Op, ...]
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
-    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the result of the previous call that it is
+    carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
     each: dict[int, Column] = field(default_factory=dict)  # operand -> its values, in the order of the group's tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group; each call reads the tensor before its own
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group, of which each call reads the preceding tensor
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards that replace it, all to one type
     backward: bool = False
 
@@ -138,7 +138,7 @@ class _Repeats:
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= LEAST and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
-                    run = None  # equal calls are merged into one call elsewhere
+                    run = None  # `share_equal_ops` merges such equal calls
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}
@@ -206,8 +206,8 @@ class _Repeats:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group that a column reads one call late: a different first value, then all tensors except the last. () if there is
-        none."""
+        """The stack or group that a lagged column reads. The column is some first value, followed by all tensors of the stack or group
+        except the last. () if there is none."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
@@ -312,7 +312,7 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # value -> (group or stack, index) of which it is a tensor
+        self.element: dict[str, tuple[str, int]] = {}  # value -> the group or stack that contains it, and its index there
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
@@ -334,7 +334,7 @@ class _Rewriting:
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
     def grouped(self, columns: tuple[Column, ...]) -> Iterable[Value]:
-        """One value per column of inputs: a parameter group. The columns form one struct."""
+        """Replaces each column of inputs by one value, a parameter group. The groups form one struct."""
         runs = [run.function.name for run in self.found.runs if not {*run.each.values(), *run.lagged.values()}.isdisjoint(columns)]
         struct = claim_unique(f"{runs[0]}s", self.structs)
         for column in columns:

@@ -39,7 +39,7 @@ def _sign(written: str) -> Callable[[Tensor], Tensor]:
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Methods of a binary operator, for a tensor on the left and for a tensor that is only on the right."""
+    """Method of a binary operator for the left operand, and the reflected method, for a tensor whose left operand is a number."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 

@@ -263,10 +263,11 @@ class Function:
 
 
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
-    """Name of each value: the user's, a variable's, or one derived from its op and operand. Repeated names get a number.
+    """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand. A number makes repeated
+    names unique.
 
-    An output without a name that reshards a variable has its name, as in `return hw.reshard(loss)`. That is then `loss_before`. A variable
-    that other ops read keeps its name.
+    An unnamed output that reshards a variable takes the variable's name, as in `return hw.reshard(loss)`. The variable is then named
+    `loss_before`. If other ops also read the variable, it keeps its name.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -287,17 +288,17 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[
 
 
 class _Names:
-    """Names of values by their numbers. The user's names come first."""
+    """Names of values, keyed by the values' numbers. Names that the user gave take precedence."""
 
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # inputs, such as weights, and inputs whose elements were moved
-        self.subjects: dict[str, str] = {}  # by derived value: the user's name of the value that it was made of
-        self.sources: dict[str, str] = {}  # by moved value: the name of the value that holds its elements
+        self.given = set(given)  # named values, such as weights, and values that only move their elements
+        self.subjects: dict[str, str] = {}  # derived value -> name of the operand after which it is named
+        self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the value that first had these elements
 
     def claim(self, number: str, wanted: str) -> None:
-        """Names a value, with a number if the name is taken. Does nothing if it has a name."""
+        """Names a value `wanted`, followed by a number if another value has this name. Does nothing if the value already has a name."""
         while number not in self.of:
             self.counts[wanted] = self.counts.get(wanted, 0) + 1
             name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"

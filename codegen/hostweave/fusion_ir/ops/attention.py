@@ -29,7 +29,7 @@ OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
 LEAST_SCORE = -1e30  # lower bound of a row's largest score, if that is not -inf
-# the diagonal of a causal mask begins in the first corner of the scores, or ends in the last
+# the diagonal of a causal mask begins at the first row and column, or ends at the last
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
@@ -157,7 +157,7 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 class Masks:
     """Masks of the scores. Row i sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
 
-    With `from_end`, the diagonal is relative to the length, or to the number of columns. With `reversed`, the rows are that many blocks in
+    With `from_end`, the number of valid columns is added to the diagonal. If `reversed` is not 0, the rows consist of this many blocks, in
     reverse order.
     """
 
@@ -200,7 +200,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """Makes the NumPy function of an op. `compute` takes operands and masks; the op's result is the one at `index`."""
+    """Makes the NumPy function of an op, which returns the result at `index` of `compute`. `compute` takes operands and masks."""
 
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")

@@ -31,7 +31,7 @@ def stacked(type: TensorType, depth: Size) -> TensorType:
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Maps each carried operand of a repeat to the index of the previous call's result that it is."""
+    """Maps each carried operand of a repeat to the index of the previous call's result that it reads."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 

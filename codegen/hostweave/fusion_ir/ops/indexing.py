@@ -27,7 +27,7 @@ from hostweave.types.tensor import Dim, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of an indexed dim, and of a dim of the result or the source that corresponds to it but has other indices
+INDEXED, OTHER = "v", "w"  # labels: of the indexed dim, and of the dim of the result or source in its place, whose indices differ
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -201,7 +201,7 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Index map of scatters: the result is sharded like x. The source may be sharded only if the op adds: each rank adds its part, which
+    """Index map of scatters: the result is sharded like x. The source may be sharded only for scatter_sum: each rank adds its shard, which
     gives a partial sum."""
     *into, index, source, _ = types
     result = op.result.type.shape

@@ -55,7 +55,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # in f32 scales; rows of scales of 128 x 128 blocks start at multiples of this
+PADDED = 4  # in f32 scales; a row of scales of 128 x 128 blocks starts at a multiple of this
 
 
 def lies_along(type: BufferType, dim: int) -> bool:

@@ -11,7 +11,7 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-In the second matmul, a rank reads only rows of its experts, which it computed in the first one. So only the last sum is over ranks.
+In the second matmul, a rank reads only rows of its experts, which it computed in the first one. So only the final sum needs communication.
 """
 
 from dataclasses import replace

@@ -18,7 +18,7 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops. Does not merge user kernels, which may have side effects, and ops that compute or read values of chunk loops.
+    """Merges equal ops. Does not merge user kernels, which may have side effects, nor ops that compute or read values of chunk loops.
 
     An op whose value is returned becomes a copy. Ops without operands are not merged, because each kernel recomputes them, unless ranks
     slice their results.

@@ -32,7 +32,7 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the cut
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """Reduces each partial sum once, as late as this saves bytes. At equal bytes, as late as this saves communications.
+    """Moves the reduction of each partial sum past later ops where this saves bytes, or saves communications at equal bytes.
 
     Reductions do not move past values that the user streams or pins, nor past ops that would need additional communication of other
     operands.

@@ -31,13 +31,13 @@ from hostweave.types.size import product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # in additions: work that takes about as long as reading an element
-SHORT = 1 << 14  # elements; one thread block reduces and computes so many before a second kernel would start
+SHORT = 1 << 14  # elements; one thread block reduces and computes this number faster than a second kernel starts
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
     links = Links(_unshared(program))
-    # first those that consumers can recompute, while each launch has a separate kernel
+    # kernels that their consumers can recompute are fused first
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)

@@ -75,7 +75,7 @@ class _Reducing:
         return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
 
     def alone(self, i: ir.AllReduce) -> ir.Launch:
-        """Launch of a kernel that does only the all_reduce. It is written as a local launch until the channel is added."""
+        """Launch of a kernel that does only the all_reduce. This launch has no channel; `chosen` adds it."""
         type, term = self.uses.types[i.src], self.uses.root(i.src)
         tensor = TensorType(type.dtype, tuple(map(Dim, type.shape)))
         facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)

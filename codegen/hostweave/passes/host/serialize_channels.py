@@ -35,7 +35,7 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Orders each two communications that are on different channels, on every rank. Also orders the signals of one channel."""
+    """On every rank, orders all pairs of communications that are on different channels. Also orders the signals of one channel."""
     if not (in_turn := unordered_instructions(program)):
         return program
 

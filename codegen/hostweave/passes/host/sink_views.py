@@ -26,7 +26,8 @@ def _shared(body: tree.Body) -> tree.Body:
 
     At least one use must be unconditional, because a condition may keep an index in range.
     """
-    made: dict[tree.Instruction, dict[str, int]] = {}  # for each view without its name: its names, each with the position in the body
+    # view without its name -> the names of all such views, each with the position of the instruction that uses it
+    made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):
         for view in _movable(i):
             (out,) = tree.names(view, "view")

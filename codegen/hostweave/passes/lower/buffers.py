@@ -173,11 +173,11 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of this rank's block of a value that the rank holds unsharded along the gained dims."""
+        """View of this rank's block of the operand. The rank holds the operand unsharded along each dim that gains mesh axes."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # along an unsharded dim; along a sharded dim, the rank already has the block under another name
+        if op.kind == "transfer":  # slices only unsharded dims; along a sharded dim, the operand already is the rank's block
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
