@@ -1,4 +1,4 @@
-"""Shared cases of attention tests: grouped operands whose heads are sharded, and float64 references by torch."""
+"""Attention programs that several test files use, and float64 references by torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hostweave.types.tensor import DType
 
 
 def grouped(ranks: int, t: DType) -> dict[str, Any]:
-    """Attention with twice as many query heads as key and value heads, and larger value heads."""
+    """Attention with sharded heads. There are twice as many query heads as key and value heads, and value heads have more elements."""
     sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
 
 
 def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """Causal attention with equal numbers of rows on all ranks; rows, keys and values are in zigzag."""
+    """Causal attention of rows, keys and values in zigzag. All ranks have equally many rows."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys)
@@ -31,7 +31,7 @@ def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """The same with gradients. Gradients of keys and values have the layout of keys and values."""
+    """The program of `in_zigzag` with gradients. The gradients of keys and values are also in zigzag."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys, dy=rows)
@@ -75,7 +75,7 @@ def by_torch(
 ) -> tuple[Any, ...]:
     """Result, log-sum-exp, and the gradients of q, k, v and the bias.
 
-    `given` is the gradient of the result; by default the result itself.
+    `given` is the gradient of the result. By default the result is used as its gradient.
     """
     import torch
 
@@ -91,13 +91,13 @@ def by_torch(
         seen = seen & (sequence[..., None, :, None] == sequence[..., None, None, :]) & inside[..., None, :, None]
     scores = sum(biases, q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1).detach()
-    weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row without columns
+    weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row that attends to no column
     y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
     return y.detach(), lse, *torch.autograd.grad(y, (q, k, v, *biases), y.detach() if given is None else given)
 
 
 def refusal_of_gradients(inputs: str, outputs: str, gradients: str) -> str:
-    """Reason why the host IR refuses such an attention_backward."""
+    """Reason why the host IR refuses an attention_backward with these operands."""
     text = f"host @f({inputs}) -> ({outputs}) mesh(x=1) {{\n  attention_backward {gradients}\n}}\n"
     with pytest.raises(ProgramError) as error:
         verify_host(HostProgram.parse(text))

@@ -1,4 +1,4 @@
-"""Loads the files of benchmarks/, which are no package."""
+"""Loads the files of benchmarks/, which is not a package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compares the generated programs of this checkout with those of another commit: `python tests/compare_generated.py COMMIT`.
 
-Each checkout emits its own programs of examples/, benchmarks/ and the tests, for several numbers of ranks. They use default
-options, one-sided transport, and stated sizes. For differing files the first lines of the diff are printed, and the exit status
-is 1.
+Each checkout emits the programs of its examples/, benchmarks/ and tests, for several numbers of ranks. Programs are compiled with default
+options, with one-sided transport, and with stated sizes. If files differ, the first lines of each diff are printed, and the exit status is
+1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package, examples and programs of a checkout."""
+    """Runs this script with the package and the programs of another checkout."""
     path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests"))
     command = [sys.executable, "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
@@ -62,7 +62,7 @@ def emit(checkout: Path, folder: Path) -> None:
         for case, options in cases.items() if symbols else list(cases.items())[:2]:
             try:
                 texts = render(lower(program, options))
-            except ProgramError as error:  # some programs are refused
+            except ProgramError as error:  # a program may be refused
                 texts = {"error.txt": str(error)}
             for path, text in texts.items():
                 file = folder / name / case / path
@@ -71,7 +71,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """Sources by path, such as `seeds/4/ag_matmul`. Programs that are impossible for a number of ranks are omitted."""
+    """Sources by path, such as `seeds/4/ag_matmul` for 4 ranks. Programs that are impossible for a number of ranks are omitted."""
     import parts_of_transformers
     import random_fusions
 
@@ -99,7 +99,7 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
 
 
 def show(file: Path, theirs: Path, ours: Path) -> bool:
-    """Prints the diff of a file. Returns True if there is one."""
+    """Prints the diff of a file. Returns True if the file differs."""
     before, after = (path.read_text().splitlines() if path.exists() else [] for path in (theirs, ours))
     lines = list(unified_diff(before, after, f"theirs/{file}", f"ours/{file}", n=0, lineterm=""))
     print("\n".join([*lines[:SHOWN], *([f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])]), end="\n" if lines else "")

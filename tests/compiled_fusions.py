@@ -1,4 +1,4 @@
-"""Programs compiled once for all tests, their inputs, and the expected outputs of every rank."""
+"""Compiles each program once for all tests, makes inputs, and compares the outputs of every rank with NumPy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """NumPy's results, computed once for arrays that a test runs in many schedules."""
+    """NumPy's results. They are cached, because a test may run the same arrays in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)
@@ -75,13 +75,14 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Returns `times` times the smallest size that chunks and shards divide, for every name. Adds `more` to sizes that may be uneven."""
+    """Returns a value for every named size: `times` times the smallest size that chunks and shards divide. Adds `more` to sizes that may
+    be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
-    """The same program with ints for its symbolic sizes, except sizes that count the tensors of a parameter group."""
+    """The same program with ints instead of symbolic sizes, except for sizes that count the tensors of a parameter group."""
     given = {name: size for name, size in sizes.items() if name not in fusion.depths}
 
     def known(type: TensorType) -> TensorType:
@@ -98,7 +99,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of magnitude about 1, positive and negative."""
+    """Positive and negative inputs of magnitude about 1."""
     random = np.random.default_rng(seed)
     return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 
@@ -110,9 +111,9 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
-    """Compares every rank's copy or block of every output with NumPy, to the tolerance of its dtype unless `exact`.
+    """Compares every output of every rank with its block of NumPy's result, with the tolerance of the dtype unless `exact`.
 
-    A rank outside the mesh of an output must have None.
+    If a rank is not in the mesh of an output, its output must be None.
     """
     assert len(ranks) == fusion.mesh.size
     shapes = {name: array.shape for name, array in arrays.items()}
@@ -132,9 +133,9 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
 def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
-    """Compares three runs with NumPy in f64: ranks in parallel, ranks in a seeded order, and the interpreter.
+    """Runs the program on parallel ranks, on ranks in a seeded order, and in the interpreter. Compares each result with NumPy in f64.
 
-    Also checks that both IR texts are complete and that the program passes the check.
+    Also tests that the text of both IRs can be parsed to the same program, and that the program passes the check.
     """
     program, host = compiled(fusion), lowered(fusion)
     assert HostProgram.parse(str(host)) == host

@@ -1,6 +1,6 @@
-"""Fast compiler for tests: uses precompiled headers and little optimisation, because small programs spend most time on those.
+"""A C++ compiler command for tests that compiles faster, with precompiled headers and little optimisation.
 
-Test programs run for less time than their compilation takes.
+Compiling a test program takes longer than running it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADERS = (
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 STANDARD = {
     PROGRAM: "#include <array>\n#include <optional>\n",
-    # Without the special functions of <cmath>: their instances would be a third of each kernel file.
+    # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
     KERNELS: "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n",
 }
 LIBRARY = "-fvisibility=default"  # option used only for the runtime library
@@ -32,8 +32,8 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# In this order. Commands with other options are passed on unchanged.
-# gold halves the link time, if it is available.
+# Options of a command, in this order. A command with other options is passed to the compiler unchanged. gold halves the link time, if it
+# is available.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
@@ -52,7 +52,7 @@ CASE = """\
 
 
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
-    """Command in `folder` for use as CXX. It optimises only the file kinds in `optimised`."""
+    """Writes a command to `folder` for use as CXX. It optimises only the kinds of files in `optimised`."""
     script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
     cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
     linker = _linker(folder, compiler)
@@ -62,7 +62,8 @@ def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]
 
 
 def _linker(folder: Path, compiler: str) -> str:
-    """Option that selects gold, if the compiler can link with it. Gold may be installed but unable to find the default libraries."""
+    """Option that selects the gold linker, if the compiler can link with it. An installed gold may be unable to find the default
+    libraries."""
     source = folder / "linked.cpp"
     source.write_text("#include <string>\nstd::string text() { return {}; }\n")
     command = f"{compiler} -fuse-ld=gold -shared -fPIC {shlex.quote(str(source))} -o {shlex.quote(str(folder / 'linked.so'))}"

@@ -1,4 +1,4 @@
-"""Options and marks of the tests, and the environment that they run in."""
+"""Options, marks and environment of all tests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hostweave.build.nvrtc import Unit
 from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
-WORKERS = 8  # maximum without GPUs
-GPU_TESTS = 6  # consecutive tests of a file that one worker runs: they share programs, and a file would take minutes
+WORKERS = 8  # largest number of workers without GPUs
+GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
 
-# Long tests, which start first, so that no worker ends with one.
+# Long tests. They start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
-    "test_processes.py",  # one worker runs all of it on CPUs
+    "test_processes.py",  # on CPUs one worker runs the whole file
     "test_interrupts.py",
     "test_export.py",
     "test_exported_library.py",
@@ -61,18 +61,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Builds programs in a cache folder of the session, shared by its workers: the user's cache is not touched.
+    """Sets a cache folder for this session, which its workers share. The user's cache is not used.
 
-    With GPUs the compiler flags are those of users. Otherwise nothing is optimised, except in tests that use `optimised_kernels`.
-    Tests that unset CXX also build without precompiled headers.
+    With GPUs, programs are compiled with the default flags. Otherwise they are not optimised, except in tests that use
+    `optimised_kernels`. Tests that unset CXX also compile without precompiled headers.
     """
-    gc.disable()  # during imports, which leave no garbage
+    gc.disable()  # imports leave no garbage
     is_worker = hasattr(config, "workerinput")
     if is_worker or not gpus():
-        make.CORES = 1  # other cores have workers; merges all files of a runtime into one unit
+        make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
-        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on cores of other workers
+        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not is_worker:
         folder = TemporaryDirectory(prefix="hostweave-tests-")
@@ -87,8 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def build_runtime() -> None:
-    """Builds the runtime for GPUs with all cores while workers collect tests, of which one would build it and all others wait."""
-    with suppress(BuildError):  # tests raise it too
+    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise one worker would build it and all others would
+    wait."""
+    with suppress(BuildError):  # tests report the error
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):
             library.make()
@@ -96,32 +97,33 @@ def build_runtime() -> None:
 
 @pytest.fixture
 def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles kernels with the user's flags, for tests of their results."""
+    """Compiles kernels with the default flags, for tests of their results."""
     monkeypatch.setenv("CXX", os.environ[OPTIMISING])
 
 
 @pytest.fixture
 def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. Halves the time if there are many."""
+    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. This halves the time if a program has many
+    kernels."""
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Number of workers: one more than cores, because some tests wait for processes, timeouts and locks. Threads of ranks wait on GPUs."""
+    """Number of workers: one more than cores, because some tests wait for processes, time-outs and locks."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
 
 
 def pytest_collection_finish() -> None:
-    """Freezes existing objects: garbage collections that traverse them would take longer than most tests."""
+    """Freezes all existing objects, because garbage collections that visit them would take longer than most tests."""
     gc.freeze()
-    gc.set_threshold(50_000)  # tests create few cycles
+    gc.set_threshold(50_000)  # tests create few reference cycles
     gc.enable()
 
 
 @cache
 def why_missing(extra: str) -> str | None:
-    """Reason to skip a test that needs an extra, or None if it is installed."""
+    """Reason to skip a test that needs an extra, or None if the extra is installed."""
     if extra == "cuda":
         return None if compiles() else "needs CUDA's headers and libraries: pip install '.[cuda13]'"
     for program, remedy in {"mpirun": "pip install mpich", "chromium": "apt-get install chromium"}.items():
@@ -137,7 +139,7 @@ def names_extras(module: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips the import of modules without a wanted test: their programs would take each worker seconds."""
+    """Does not import modules without a selected test, because tracing their programs would take each worker seconds."""
     if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
         return True
     is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
@@ -146,13 +148,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @cache
 def imports_or_skips(module: Path) -> bool:
-    """True if a test module uses importorskip, which means that all of its tests need extras."""
+    """True if a test module uses importorskip, so that all of its tests need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fails a test that skips for lack of an extra without the mark for it. CI runs marked tests with the extras and the rest without."""
+    """Fails a test that skips because an extra is missing, but lacks the mark for it. CI runs only marked tests with the extras, and all
+    others without."""
     with pytest.MonkeyPatch.context() as patch:
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))
@@ -161,7 +164,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups gpu tests of a file, deselects slow tests by default, and starts the longest tests first."""
+    """Groups the GPU tests of a file, deselects slow tests by default, and starts the longest tests first."""
     counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:

@@ -1,4 +1,4 @@
-"""Mark for tests that compile for CUDA, and the CUDA parts of this machine."""
+"""Mark for tests that compile for CUDA, and functions that detect CUDA on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def nccl() -> int:
 
 
 def quick_options() -> tuple[str, ...]:
-    """Options with which NVRTC takes a third of the time and optimises nothing; before CUDA 13, it takes almost as long as with none."""
+    """Options that disable the optimisations of NVRTC. From CUDA 13 on, it then takes a third of the time; before, almost as long as
+    without."""
     try:
         compiler = find_target("cuda").toolchain().kernel_compiler
     except BuildError:
@@ -36,7 +37,7 @@ def quick_options() -> tuple[str, ...]:
 def compiles() -> bool:
     """True if CUDA's headers and libraries are installed.
 
-    Also true if HOSTWEAVE_REQUIRE_CUDA demands that tests fail without them, as in CI.
+    Also true if HOSTWEAVE_REQUIRE_CUDA is set, so that in CI tests fail if CUDA is missing.
     """
     try:
         find_target("cuda").toolchain()

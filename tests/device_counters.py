@@ -8,7 +8,7 @@ from hostweave.base.paths import NATIVE
 
 
 class Counters(ctypes.Structure):
-    """hw_cpu_counters of hostweave_cpu.h."""
+    """The struct hw_cpu_counters of hostweave_cpu.h."""
 
     _fields_ = [
         (name, ctypes.c_uint64)

@@ -44,10 +44,10 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Checks that the program computes what NumPy computes. User kernels go through all analyses; interpretation replaces them by
-    ops.
+    """Compares the results of the program with NumPy's. User kernels go through all passes and checks; the interpreter executes ops
+    instead.
 
-    A program that is impossible at its generator's sizes, such as `M/2` if M is 7, is compared at others.
+    A program that is impossible at the sizes of the generator, such as `M/2` if M is 7, is compared at other sizes.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
@@ -72,7 +72,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
-            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # pieces of a shard, M/2, or N - 1 if N is 0
+            if re.search(r"zigzag|is not an int|expected a size, found '-'", str(error)):  # impossible at these sizes
                 return False
             raise
         if made is None:
@@ -87,7 +87,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
 
 
 def checked(fusion: Fusion, options: Options) -> HostProgram | None:
-    """Host program after it has passed the static check; None if the fusion is refused."""
+    """Lowers the fusion and runs the static check. Returns None if the fusion is refused."""
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, options)
@@ -97,14 +97,15 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that are multiples of it" in str(error):  # none exist, such as N and N - 1 both even
+        if "choose sizes that are multiples of it" in str(error):  # no such sizes exist, for example if N and N - 1 must both be even
             return None
         raise
     return host
 
 
 def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Checks that every rank has its block of NumPy's results of the fusion without user kernels, and nothing of other ranks' values."""
+    """Tests that every rank has its block of NumPy's results, and has no values that are only on other ranks. NumPy runs the fusion
+    without user kernels."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
     for parameter, want in zip(host.results, wanted, strict=True):
@@ -117,10 +118,10 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
 
 
 def parts(count: int, many: int) -> list[Any]:
-    """Seeds in parts that workers share: a few by default, many more with -m slow."""
+    """Seeds in parts, which are distributed over workers: a few parts by default, many more with -m slow."""
     some = [range(count)[i::4] for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 
 
-# A stream without overlap still has results.
+# Warnings that a `.stream` has no overlap do not affect the results.
 IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")

@@ -15,24 +15,24 @@ MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"fusions_{name}.py") for
 
 @cache
 def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions of a file by name, with its constants D, S and dtype replaced."""
+    """Fusions of a file by name, with other values for the constants D, S and dtype of the file."""
     constants = {"D": ranks, "dtype": dtype} | ({"S": chunks} if chunks else {})
     programs = programs_in(load_file(EXAMPLES / file, constants))
     return {name: program for name, program in programs.items() if isinstance(program, Fusion)}
 
 
 def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Seed programs, and streams on one device."""
+    """Fusions of examples/seeds.py and examples/single_device.py."""
     return {**fusions("seeds.py", ranks, chunks, dtype), **fusions("single_device.py", ranks, chunks, dtype)}
 
 
 def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Pipelines of two stages on two meshes, with at least 2 ranks in total."""
+    """Pipelines of two stages, each on half of at least 2 ranks."""
     return fusions("pipeline.py", ranks, chunks, dtype)
 
 
 def one_sided_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions whose ranks access each other's memory."""
+    """Fusions in which ranks access each other's memory."""
     return fusions(str(ONE_SIDED), ranks, None, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Programs whose ranks access each other's memory."""
+"""Programs in which ranks access each other's memory."""
 
 import hostweave as hw
 
@@ -9,7 +9,7 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # an input, which is not in a window, is put
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # x is put, because an input is not in a window
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
@@ -32,16 +32,16 @@ def mlp_put(x, w_in, w_out):
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
 def columns_put(x, w, v):
     y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # the columns are not contiguous
-    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # sums that bf16 represents exactly
+    return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # their sums are exact in bf16
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])
 def residual_put(x, h, w):
-    """A scattered sum that feeds a residual and a row reduction in one kernel."""
+    """A reduce-scatter whose sum, residual and row reduction are one kernel."""
     y = hw.clip(x + hw.reshard(hw.matmul(h, w), "M@x", "E").stream("M", chunks=2 * D, algorithm="put"), -64, 64)
     return y - hw.max(y, axis=1, keepdims=True)
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_pieces_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # several puts to each peer
+    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # two chunks per shard, so two puts to each peer

@@ -1,4 +1,4 @@
-"""Host programs from texts without channel declarations, which this module adds."""
+"""Parses host programs whose text lacks channel declarations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hostweave.types.text import Reader
 
 
 def parse(text: str) -> HostProgram:
-    """Parses a program after declaring the channels that communications name: `x`, `dp_tp`, `x_of_ranks_2_3`."""
+    """Parses a program, and declares the channels that its communications name, such as `x`, `dp_tp` or `x_of_ranks_2_3`."""
     return HostProgram.parse(declared(text))
 
 
@@ -30,7 +30,7 @@ def declared(text: str) -> str:
 
 
 def _channels(mesh: Mesh, program: Mesh) -> dict[str, str]:
-    """Channels along any axes, in any order."""
+    """All channels along any axes of the mesh, in any order."""
     of, on = ("", "") if mesh == program else (f"_of_{mesh.label}", f" on {mesh}")
     axes = (along for count in range(1, 3) for along in permutations([name for name, _ in mesh.axes], count))
     return {"_".join(along) + of: ", ".join(along) + on for along in axes}

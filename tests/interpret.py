@@ -1,7 +1,7 @@
 """NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
 
-It is the reference semantics for generated code, so it is as simple as possible. Small floats are widened to f32 for each
-instruction and rounded once. Unwritten memory holds NaN.
+It defines the expected results of generated code, so it is as simple as possible. Floats of less than 32 bits are widened to f32 for each
+instruction, and rounded once. Memory that was not written is NaN.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
     """Runs `program` on all ranks and returns each rank's outputs by name.
 
-    An input is a global array, or a list of local ones with None for ranks that hold none. Outputs are local. `sizes` are needed
-    only if the inputs do not determine them. Raises ExecutionError if communications do not match or all remaining ranks wait for
-    one another.
+    An input is a global array, or a list of local arrays, with None for ranks that do not have the input. Outputs are local. `sizes` are
+    needed only if the inputs do not determine them. Raises ExecutionError if communications do not match, or if all remaining ranks wait
+    for each other.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}
@@ -83,11 +83,11 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-Turns = Generator[Operation, None, None]  # yields the communication that it waits for
+Turns = Generator[Operation, None, None]  # a rank's execution, which yields each communication that it waits for
 
 
 def _take_turns(ranks: list[Turns]) -> None:
-    """Runs each rank until it waits for another, round-robin."""
+    """Runs the ranks round-robin, each until it waits for another rank."""
     waiting: dict[Turns, Operation] = {}
     while ranks:
         before = dict(waiting)
@@ -104,7 +104,7 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State shared by the ranks. `posted` holds the data sent by each communication that was reached; None for one that only receives."""
+    """State shared by the ranks. `posted` has the data that each reached communication sends, or None if it only receives."""
 
     instances: Instances
     met: dict[Operation, MatchedCollective]
@@ -129,7 +129,7 @@ class _Rank:
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
 
     def result(self, p: ir.Parameter) -> Array:
-        """Copy of an output. In donated memory its dims may have another order than those of the input."""
+        """Copy of an output. In donated memory, its dims may be in a different order than those of the input."""
         shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
         return self.whole(p.memory or p.name).reshape(shape).copy()
 
@@ -167,12 +167,12 @@ class _Rank:
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
-        """Signals that a wait needs."""
+        """Signals that must have arrived before a wait ends."""
         meeting = self.world.met.get(operation)
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies source to destination, which may be on different ranks, and gives the signal."""
+        """Copies source to destination, which may be on different ranks, and sends the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):
@@ -190,7 +190,7 @@ class _Rank:
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def reduce(self, operation: Operation) -> None:
-        """Result of the kernel that consumes the sum of all ranks' terms."""
+        """Result of a kernel whose first op is an all-reduce of the terms of all ranks."""
         terms = [array for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None]
         term, *others = [access for access in operation.accesses if access.reads]
         total = cast(_reduced("sum", terms), term.region.layout.dtype)

@@ -18,7 +18,7 @@ from hostweave.types.size import bound
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("input", *(apply.__name__ for apply in PASSES))
 RANKS = (1, 2, 3, 4, 8)
-CHUNKS = 3  # across shards, or on one device
+CHUNKS = 3  # number of chunks of loops across shards, and of loops on one device
 
 
 def _fusions(ranks: int) -> dict[str, Fusion]:
@@ -29,7 +29,8 @@ NAMES = tuple(sorted(_fusions(4)))
 
 
 def golden(name: str, stage: str) -> str:
-    """Text of a program for 4 ranks after a stage. A stage without changes has no file; its text is that of the previous one."""
+    """Golden text of a program for 4 ranks after a pass. If the pass changes nothing, it has no file, and the text is that after the
+    previous pass."""
     until = STAGES[: STAGES.index(stage) + 1]
     return next(path for before in reversed(until) if (path := GOLDEN / name / f"{before}.hw").is_file()).read_text()
 

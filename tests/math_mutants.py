@@ -1,9 +1,9 @@
-"""Host programs with one mathematical error: another shard, slice, order, reduction, scale, operand, addend, epilogue or
-condition.
+"""Makes mutants of host programs, each with one mathematical error: a wrong shard, slice, order, reduction, scale, operand, addend,
+epilogue or condition.
 
-`mutants(host)` gives each error with its program. `judge` tells if the check of results detects it, and if f64 does. `python
+`mutants(host)` returns all mutants. `judge` tells if the check of results detects an error, and if a comparison in f64 does. `python
 tests/math_mutants.py 18 others` judges about 18 mutants of each program, and prints the table of docs/check.md. `60 training` judges
-training programs, which need PyTorch. `18 others 3 8` judges every eighth program, from number 3 on.
+mutants of training programs, which need PyTorch. `18 others 3 8` judges every eighth program, starting with number 3.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OTHER_OP = {
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields another chunk, shard or slice: the index plus 1, within the range of the chunks."""
+    """Yields the instruction with the next chunk, shard or slice: the index plus 1, modulo the number of chunks."""
     if isinstance(i, ir.Chunk):
         yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
     if isinstance(i, ir.Select):
@@ -132,7 +132,7 @@ def _other_condition(i: tree.Instruction) -> Iterator[tuple[str, tree.Instructio
 
 
 def _of_other_rank(i: tree.Instruction, mesh: Mesh) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields an instruction whose expressions use the next rank's coordinates."""
+    """Yields the instruction with the coordinates of the next rank in its expressions."""
     for expr in tree.expressions(i):
         if any(isinstance(leaf, Coordinate | Rank) for leaf in leaves(expr)):
             yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _next_rank(e, mesh) if e is expr else e)
@@ -153,7 +153,7 @@ RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_at
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:
-    """Yields programs in which one instruction differs, reads another buffer, or is missing."""
+    """Yields programs in which one instruction is changed, reads another buffer, or is missing."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         types = ir.buffer_types(part)
@@ -176,7 +176,7 @@ def of_instructions(host: HostProgram) -> Iterator[Mutant]:
 
 
 def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields an instruction with two operands of one type swapped, or with a stale buffer of the same type."""
+    """Yields the instruction with two operands of the same type swapped, or with an older buffer of the same type as operand."""
     reads = [name for name in tree.names(i, "read") if name in types]
     if tree.bodies(i) or not (i.work or isinstance(i, ir.Communication | ir.Call)):
         return
@@ -190,7 +190,7 @@ def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterat
 
 
 def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
-    """Yields programs in which two instructions of one kind, such as calls of two layers, have swapped operands."""
+    """Yields programs in which two instructions of the same kind, such as calls of two layers, have swapped their operands."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for number, i in enumerate(walked):
         if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):
@@ -235,7 +235,7 @@ def _other_ops(op: Op) -> Iterator[tuple[str, Op]]:
 
 
 def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]]]:
-    """Returns the kind, the place and the program of each mutant."""
+    """Returns the kind of the error, its position and the program of each mutant."""
     return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
 
 
@@ -247,7 +247,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Subject:
-    """A fusion with its host program, and its results at the sizes of the check and at other sizes."""
+    """A fusion, its host program, and its results at the sizes of the check and at other sizes."""
 
     name: str
     fusion: Fusion
@@ -259,7 +259,7 @@ class Subject:
 
     @cached_property
     def at(self) -> dict[tuple[tuple[str, int], ...], Wanted]:
-        """Results at the sizes of the check, which are those of all mutants."""
+        """Results at the sizes of the check, at which all mutants are executed."""
         return {
             tuple(at.items()): Wanted(self.fusion, at) for at in sizes_to_check(self.host, NEAR) if work(self.fusion, at) < MOST_ELEMENTS
         }
@@ -334,7 +334,7 @@ def subjects(ranks: int) -> Iterator[Subject]:
 
 
 def training_subjects(ranks: int) -> Iterator[Subject]:
-    """Programs of a module that trains: forward and backward, and a whole step with AdamW."""
+    """Programs that train a module: forward and backward pass, and a whole step with AdamW."""
     import torch
     from torch import nn
 
@@ -378,7 +378,7 @@ def training_subjects(ranks: int) -> Iterator[Subject]:
 
 
 def small_llama(ranks: int, decode: bool) -> Fusion:
-    """Llama with two layers, which are calls of one function."""
+    """A Llama whose layers are calls of one function."""
     from hostweave.base.paths import EXAMPLES
     from hostweave.cli.programs import load_file
 
@@ -390,7 +390,7 @@ def small_llama(ranks: int, decode: bool) -> Fusion:
 
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Kind, place and verdict of `count` mutants, evenly distributed over programs, with random kinds."""
+    """Kind, position and verdict of `count` random mutants of each program, spread over the kinds."""
     each = -(-count // len(of))
     for subject in of:
         chosen = random.Random(f"{seed} {subject.name}")

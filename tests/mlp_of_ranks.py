@@ -1,4 +1,4 @@
-"""An MLP with collectives and a chunk loop, on any number of ranks, with its arrays and its result in NumPy."""
+"""An MLP with collectives and a chunk loop for any number of ranks, its inputs, and its result in NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def mlp_on(ranks: int, **options: Any) -> hw.Program:
-    """Collectives, and a chunk loop over streams."""
+    """MLP with collectives and a chunk loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["T@x", "E"], up=hw.f32["E", "F@x"], down=hw.f32["F@x", "E"])
     def mlp(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""A mixture of experts on one device, token by token, and inputs that route tokens in several ways: the reference of examples/moe.py."""
+"""Reference of examples/moe.py: a mixture of experts on one device, token by token, and inputs with several kinds of routing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def experts_of(ranks: int) -> int:
 
 
 def arrays(routing: str, ranks: int) -> dict[str, Array]:
-    """Inputs whose biases make tokens choose these experts."""
+    """Inputs whose biases cause this kind of routing."""
     random, experts = np.random.default_rng(len(routing)), experts_of(ranks)
     own = experts // ranks
     bias = np.zeros(experts, np.float32)
     if routing == "one expert":
-        bias[[experts - 1, 0]] = 20, 10  # all tokens have the same two experts
+        bias[[experts - 1, 0]] = 20, 10  # all tokens choose the same two experts
     elif routing == "one rank":
         bias[: max(own, TOP)] = 10
     elif routing == "the last rank gets none":
@@ -33,7 +33,7 @@ def arrays(routing: str, ranks: int) -> dict[str, Array]:
 
 
 def one_device(x: Array, dy: Array, router: Array, bias: Array, w1: Array, w2: Array) -> tuple[Array, tuple[Array, ...]]:
-    """The layer, and the gradients of x, the router and the weights, token by token."""
+    """Result of the layer, and the gradients of x, the router and the weights, computed token by token."""
     logits = x @ router
     scores = np.exp(logits - logits.max(1, keepdims=True))
     scores /= scores.sum(1, keepdims=True)

@@ -29,7 +29,8 @@ def scattered(x: Array, source: Array) -> Array:
 
 
 def grouped_order(x: Array) -> Array:
-    """Ends of two groups, the columns of each row in the order of their groups, and the place of each column."""
+    """For two groups of the columns of each row: the ends of the groups, the columns in the order of the groups, and the position of each
+    column in this order."""
     groups = np.clip(np.floor(x) + 1, 0, 2)
     result = np.zeros((len(x), 2 + 2 * x.shape[1]), np.int32)
     for i, row in enumerate(groups):
@@ -161,7 +162,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "call": (add_one, lambda x: x + 1),
     "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),
 }
-# Functions of one tensor that NumPy has under the same name.
+# Functions of one tensor that have the same name in NumPy.
 EXAMPLES |= {
     kind: (getattr(hw, kind), getattr(np, kind))
     for kind, op in OPS.items()

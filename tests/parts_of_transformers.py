@@ -6,11 +6,11 @@ import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType
 
-HEADS, HEAD = 8, 4  # heads, and the dims of one
+HEADS, HEAD = 8, 4  # number of heads, and elements of a head
 
 
 def mlp(ranks: int, t: DType) -> Fusion:
-    """Sequence-parallel MLP: tokens are gathered before the first linear layer and scattered after the second."""
+    """Sequence-parallel MLP: tokens are gathered before the first linear layer, and the result of the second one is reduce-scattered."""
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=t["S@tp", "E"], up=t["F@tp", "E"], bias=t["F@tp"], down=t["E", "F@tp"])
     def mlp(x, up, bias, down):  # type: ignore[no-untyped-def]

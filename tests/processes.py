@@ -1,4 +1,4 @@
-"""Ranks as processes, for tests that start them, exchange lines of text with them, and kill them."""
+"""Starts ranks as processes, exchanges lines of text with them, and kills them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hostweave.runtime.providers import launched
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parent)
-SECONDS = 60  # time for the others to notice a dead rank and to continue
+SECONDS = 60  # time limit for ranks to detect that another rank has died, and to continue
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of a process that no launcher started."""
+    """Environment variables without those that a launcher sets."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}
@@ -35,12 +35,12 @@ def free_port() -> str:
 
 
 def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
-    """Variables that a launcher sets for one of `count` processes on this host."""
+    """Environment variables of one of `count` processes that a launcher starts on this host."""
     return {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 class Ranks:
-    """Processes of the ranks, their output, and their termination."""
+    """The processes of the ranks and their output."""
 
     def __init__(self, environments: list[dict[str, str]], *arguments: str):
         self.lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
@@ -70,7 +70,7 @@ class Ranks:
         self.lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
-        """Next line of a rank with that prefix. Other lines are warnings of libraries, or the watchdog's report."""
+        """Next line of a rank with the prefix of tests. Other lines are warnings of libraries, or the watchdog's report."""
         deadline = time.monotonic() + seconds
         while True:
             try:

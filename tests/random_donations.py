@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Fusion
 
 
 class Donating(Generator):
-    """Programs and blocks that donate some inputs, and return views of these and of their results."""
+    """Generates programs and blocks that donate some inputs, and that return views of these inputs and of their results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -32,18 +32,18 @@ class Donating(Generator):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(random)
 
     def donated(self, inputs: list[str], chosen: list[str]) -> dict[str, int]:
-        """For each donated input, the number of its result."""
+        """For each donated input, the index of its result."""
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in donated memory and other results, most of them views of donated inputs."""
+        """Results in donated memory, and other results, most of which are views of donated inputs."""
         made = list(self.body([*tensors.values()], most, ops))
         taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
         viewed = [*tensors.values(), *made, *taken.values()]
         return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
 
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        """Value that is returned in the memory of an input."""
+        """A value that is returned in the memory of the input x."""
         alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
@@ -54,7 +54,7 @@ class Donating(Generator):
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
-        """Chain of views; a local slice if a dim is sharded further."""
+        """A chain of views. It includes a local slice if a dim is sharded further."""
         for _ in range(self.random.randint(1, 3)):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)
@@ -76,7 +76,7 @@ VIEWS: tuple[MakeOp, ...] = (
 
 
 def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Call of a block that donates some inputs; two of them may be given the same argument."""
+    """Call of a block that donates some inputs. The same argument may be passed to two of them."""
     assert isinstance(g, Donating)
     other = g.random.choice([t, g.other(values, t)])
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])

@@ -30,10 +30,10 @@ MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
 
 
-NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact ints and floats
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # results with these are exact
 
 
-# Algorithms for gathers of a loop's operand, and for reductions to sharded and to replicated results.
+# Algorithms for the gather of a loop's operand, for a reduction to a sharded result, and for one to a replicated result.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 
 
@@ -47,7 +47,7 @@ SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None,
 
 
 class Generator:
-    """Generator of a mesh, submeshes, sizes, and a function of random ops."""
+    """Generates a mesh, meshes of some of its ranks, sizes, and a function of random ops."""
 
     def __init__(self, seed: int, meshes: Sequence[dict[str, int]] = MESHES, ops: Sequence[MakeOp] = ()):
         self.random = Random(seed)
@@ -57,7 +57,7 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
-        self.zigzag = Random(~seed)  # separate generator, so that other choices stay the same
+        self.zigzag = Random(~seed)  # a separate generator, so that all other choices of a seed stay the same
         self.has_zigzag = self.zigzag.random() < 0.25
         if self.has_zigzag:
             self.sizes = {name: 2 * size for name, size in self.sizes.items()}
@@ -69,7 +69,7 @@ class Generator:
         return self.mesh.ranks(ranks, z=len(ranks))
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """Randomly shards some of these dims."""
+        """A spec with some of these dims randomly sharded."""
         mesh = mesh or self.mesh
         axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
@@ -136,7 +136,7 @@ def cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
-        is_sum = "(" in str(t.shape[dim])  # a step would require divisibility, which other uses may exclude
+        is_sum = "(" in str(t.shape[dim])  # a slice with a step would require divisibility, which other uses of the size may exclude
         key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
 
@@ -151,7 +151,7 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Communication, with matmuls that do not depend on it."""
+    """A communication, and matmuls that do not depend on it."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
     values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
     return made
@@ -166,7 +166,7 @@ def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
 
 
 def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Chunk loop in which each step computes, transposes and reads its own chunk."""
+    """Chunk loop in which each iteration computes, transposes and reads one chunk."""
     order = g.random.sample(range(t.ndim), t.ndim)
     dim, chunks = g.random.randrange(t.ndim or 1), g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])
     turned = hw.permute_dims((t * 2).stream(order[dim], chunks=chunks), tuple(order)).stream(dim, chunks=chunks)
@@ -190,7 +190,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """argmax and similar ops, sorts and scans, on integers: rounding of floats could create ties."""
+    """argmax and similar ops, sorts and scans. They are on integers, because rounding of floats could create ties."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -213,7 +213,7 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
-    """Index of a largest element along a dim, used for all other elements."""
+    """Index of the largest element along a dim in one position of the other dims, used for all positions."""
     last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
     return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
 
@@ -223,7 +223,7 @@ def _first_of(t: hw.Tensor, axis: int) -> hw.Tensor:
 
 
 def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Slice or update at a position that may be computed, may be out of range, and may be in a sharded dim."""
+    """Slice or update. Its position may be computed, out of range, or in a sharded dim."""
     if t.dtype != hw.i64 or not t.ndim:
         return _with_number(g, values, t)
     cut = [g.random.random() < 0.6 for _ in range(t.ndim)]
@@ -238,8 +238,7 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Matmul in a chunk loop: its operand arrives in steps for one or several matmuls, or its terms are summed in steps, by any
-    algorithm.
+    """Matmul in a chunk loop, with any algorithm: its operand is gathered for one or several matmuls, or its partial sums are reduced.
     """
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
@@ -257,7 +256,8 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Sums whose columns are scattered. Only the receiver unpacks them, so ranks are in different steps."""
+    """Partial sums that are reduce-scattered by columns. Only the receiver unpacks a block, so ranks execute different iterations at the
+    same time."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -268,7 +268,7 @@ def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Linear ops, and sometimes nonlinear ones, on sums over a split dim."""
+    """Linear ops, and sometimes nonlinear ops, on sums over a sharded dim."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     rows, columns = t.shape
     split = f"{columns}@{g.random.choice(t.type.mesh_in(g.mesh).axes)[0]}"
@@ -337,7 +337,7 @@ OPS: tuple[MakeOp, ...] = (
 
 
 def in_groups(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Grouped matmul of rows in groups that are even, skewed, empty, or shorter than all rows together; or the gradient of its matrices."""
+    """Grouped matmul, or the gradient of its matrices. Groups are even, skewed or empty, or do not cover all rows."""
     known = [value for value in values if value.ndim > 1 and all(isinstance(size, int) or size in g.sizes for size in value.shape[-2:])]
     if not known:
         return _with_number(g, values, t)
@@ -357,7 +357,7 @@ def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Calls a block on two tensors: a new block, or one that takes these types."""
+    """Calls a block on two tensors: a new block, or an earlier one that takes these types."""
     other = g.other(values, t)
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
     if not known:
@@ -372,13 +372,13 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def parameter(g: Generator, t: hw.Tensor) -> TensorType:
-    """Parameter type for a block. A dim that is computed from sizes stays unsharded."""
+    """Parameter type for a block. A dim whose size is an expression is not sharded."""
     whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
     return t.dtype[t.shape if whole else g.sharded(t.shape)]
 
 
 def _by_a_kernel(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """User kernel that returns twice the tensor and its negation; the program uses one of them."""
+    """User kernel that returns twice the tensor, and its negation. The program uses one of these results."""
     dims = g.sharded(t.shape, t.type.mesh)
     spec = TensorType(t.dtype, t.dtype[dims].dims, mesh=t.type.mesh)
     sizes = [f"n{i}" for i in range(t.ndim)]
@@ -404,9 +404,9 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Program on more ranks, with computed positions, scattered columns, and another mesh over the same ranks.
+    """Program on more ranks, with computed positions, reduce-scatters of columns, and a second mesh of the same ranks.
 
-    These have a separate generator, so that `Generator` keeps making the same programs.
+    These features are not in `Generator`, so that its programs for each seed stay the same.
     """
     generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [*[_updated] * 6, *[_columns_in_a_loop] * 2])
     ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)

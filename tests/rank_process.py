@@ -39,8 +39,8 @@ KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_
 
 
 SIGNALLED = ("mlp_put", "exchanges")
-IN_WINDOWS = "mlp_put"  # also called with arrays of `group.empty`
-OF_SOME = ("exchanges", "residual_put")  # use max, which needs elements
+IN_WINDOWS = "mlp_put"  # is also called with arrays of `group.empty`
+OF_SOME = ("exchanges", "residual_put")  # these use max, so every rank needs at least one element
 
 
 def named(name: str, ranks: int) -> Fusion:
@@ -48,7 +48,7 @@ def named(name: str, ranks: int) -> Fusion:
 
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
-    """Programs of a set: `all`, `kinds`, or `everything`, which is `all` plus programs with windows and several meshes."""
+    """Programs of a set: `kinds`, `all`, or `everything`, which is `all` with additional programs that use windows and several meshes."""
     if which == "kinds":
         return {name: named(name, ranks) for name in KINDS}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
@@ -73,7 +73,7 @@ def provider_of(name: str) -> Provider:
 
 
 class Rank:
-    """This process's rank of a group, and its device."""
+    """Rank of this process in a group, and its device."""
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
@@ -84,14 +84,14 @@ class Rank:
         self.group = hw.init(provider, timeout=120, call_timeout=float(os.environ.get("CALL_TIMEOUT", "60")), device=local_rank)
 
     def array(self, block: np.ndarray, dtype: str) -> Any:
-        """Array of PyTorch if installed, else of NumPy."""
+        """A PyTorch tensor if PyTorch is loaded, and otherwise a NumPy array."""
         if self.torch is None:
             return np.ascontiguousarray(block)
         of_torch = getattr(self.torch, {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32"}[dtype])
         return self.torch.from_numpy(np.ascontiguousarray(block.astype(np.float32))).to(self.device, of_torch)
 
     def in_window(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
-        """The same in a window."""
+        """Copies of the arrays in a window."""
         made = []
         for value, array in zip(fusion.arguments, self.local(fusion, arrays), strict=True):
             own = self.group.empty(tuple(array.shape), value.type.dtype, self.target)
@@ -110,7 +110,7 @@ class Rank:
         ]
 
     def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
-        """Compares every output with the local block of the reference. Equality is exact, because inputs are small integers."""
+        """Tests that every output equals the local block of the reference. Results are exact, because inputs are small integers."""
         outputs = results if isinstance(results, tuple) else (results,)
         for parameter, want, got in zip(lowered(fusion).results, run_reference(fusion, arrays), outputs, strict=True):
             if not holds(parameter.type, fusion.mesh, self.group.rank):
@@ -182,7 +182,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Calls with arrays in a different order on each rank; the last rank also has new arrays."""
+    """Makes calls with arrays in a different order on each rank. The last rank also passes new arrays."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
@@ -204,7 +204,7 @@ def run_once(rank: Rank, name: str) -> None:
         calls = Calls(rank, name)
         calls.make()
         say(f"rank {rank.group.rank} of {rank.group.count} is right")
-        rank.group.close()  # before its programs and graphs are freed
+        rank.group.close()  # before the programs and graphs of the group are freed
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
 
@@ -238,7 +238,7 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-                self.rank.group.check()  # first, because an aborted call has no result
+                self.rank.group.check()  # before results are compared, because an aborted call has none
             self.rank.check(self.fusion, arrays, result)
 
 

@@ -11,12 +11,12 @@ from hostweave.fusion_ir.ops import OPS, RESHARDS
 
 
 def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value in a program that keeps a magnitude of about 1, by norms and by weights scaled by their rows.
+    """Tolerance for a value in a program whose values have a magnitude of about 1, because of norms and scaled weights.
 
-    Every op has an error of up to one unit roundoff u of its dtype. A sum of n products of size 1 / sqrt(n) has the error that
-    `tolerance` gives for n and for the number of ranks' terms, divided by sqrt(n). Errors of the two sides of a matmul are
-    independent and add in the mean square. Values computed from one value by several pointwise ops have correlated errors, and
-    keep the largest. The tolerance is five standard deviations of the sum.
+    Every op has an error of up to one unit roundoff u of its dtype. A sum of n products of size 1 / sqrt(n) has the error that `tolerance`
+    gives for n terms and the number of ranks, divided by sqrt(n). The errors of the two operands of a matmul are independent, so their
+    squares add. If several pointwise ops compute values from one value, their errors are correlated, and the largest error is used. The
+    tolerance is five standard deviations of the total error.
     """
     spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}

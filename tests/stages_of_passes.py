@@ -1,4 +1,4 @@
-"""A program right before and right after a pass of the pipeline, and the lines that differ."""
+"""A program immediately before and after a pass of the pipeline, and the lines that differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hostweave.pipeline import lower
 
 
 def before_and_after(apply: Callable[..., Any], fusion: Fusion, options: Options | None = None) -> tuple[Any, Any]:
-    """The stage that a pass receives in the pipeline, and its result."""
+    """The program that a pass receives in the pipeline, and the program that it returns."""
     stages: list[tuple[str, Any]] = []
     lower(fusion, options or Options(), lambda name, stage: stages.append((name, stage)))
     at = [name for name, _ in stages].index(apply.__name__)

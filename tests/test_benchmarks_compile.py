@@ -1,4 +1,4 @@
-"""Programs of benchmarks are lowered, checked and emitted, without a GPU: benchmarks themselves run only now and then."""
+"""Tests that the programs of benchmarks can be lowered, checked and emitted without a GPU, because CI does not run the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.types.machine import H200
 
 RANKS = 2
-ON_CPUS = {"compiler", "cpu_matmul", "host_time"}  # they have parts that run without a GPU
+ON_CPUS = {"compiler", "cpu_matmul", "host_time"}  # these have parts that run without a GPU
 
 
 def compiled(fusion: Any, **options: Any) -> hw.Program:
@@ -118,6 +118,6 @@ def test_programs_are_emitted(name: str) -> None:
 
 
 def test_every_benchmark_is_here() -> None:
-    """Benchmarks of PyTorch modules are not: their programs need PyTorch, and minutes."""
+    """Benchmarks of PyTorch modules are excepted, because their programs need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
-    assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # predictions has programs of the others
+    assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # `predictions` uses the programs of other benchmarks

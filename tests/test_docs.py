@@ -27,7 +27,7 @@ ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
 
 
 def python_of(path: Path) -> str:
-    """Python blocks of a page, in order, at their line numbers."""
+    """Python blocks of a page, in order. Other lines are blank, so that line numbers are those of the page."""
     lines, inside = [], False
     for line in path.read_text().splitlines():
         fence = line.startswith("```")
@@ -43,7 +43,7 @@ def as_built(path: Path) -> str:
 
 
 def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Names that a page's Python defines, run in order in an empty folder."""
+    """Runs the Python blocks of a page in order, in an empty folder. Returns the names that they define."""
     monkeypatch.chdir(folder)
     path = ROOT / "docs" / f"{name}.md"
     seen: dict[str, Any] = {"__name__": name}
@@ -71,7 +71,7 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_gallery_shows_what_examples_compile_to() -> None:
-    """All entries are made when the pages are built; here only one of them is."""
+    """Tests one entry. All entries are generated when the documentation is built."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
     page = "\n".join(made["shown"](ring))
@@ -83,7 +83,7 @@ def test_the_gallery_shows_what_examples_compile_to() -> None:
 
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
-    """Other blocks of the page need a model and GPUs."""
+    """Runs this block only, because other blocks of the page need a model and GPUs."""
     torch = pytest.importorskip("torch", reason="what the page is about: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)
@@ -101,7 +101,7 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
     assert set(dir(hw.errors)) <= set(documented)
     callables = {name for name in hw.__all__ if callable(getattr(hw, name)) and not isinstance(getattr(hw, name), DType)}
     assert callables - set(documented) == {"Fusion", "HostProgram"}
-    assert sorted(set(documented)) == sorted(documented)  # each once
+    assert sorted(set(documented)) == sorted(documented)  # each name is documented once
     assert all(getattr(hw, name).__doc__ for name in callables)
 
 
@@ -166,7 +166,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     "name", [pytest.param("DTensor", marks=pytest.mark.extra("torch")), pytest.param("shard_map", marks=pytest.mark.extra("jax"))]
 )
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """The block runs in a separate process, because both systems have state of the whole process."""
+    """The block runs in a separate process, because both systems have global state."""
     pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="what the block is about: pip install torch jax")
     text = (ROOT / "docs" / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
@@ -217,7 +217,7 @@ def test_the_page_on_overlap_shows_what_is_explained() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # benchmarks set variables of other software
+    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # benchmarks set variables of other libraries
     code = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r'environ(?:\.get\(|\[)\s*"(\w+)"|"(\w+)" in environ|_number\(environ, "(\w+)"\)', code))
     names = {name for groups in read for name in groups if name}

@@ -1,4 +1,4 @@
-"""Common mistakes of users of PyTorch and NumPy: each error has a place in their file, a reason and a remedy."""
+"""Common mistakes of users who know PyTorch and NumPy: each error has the location in their file, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
-    """The only frame of the package is the decorator."""
+    """The only frame of Hostweave is the decorator."""
 
     def normalised(x: hw.Tensor) -> hw.Tensor:
         return x / x.shape[0]
@@ -238,7 +238,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """The remedy works for any values of the tensor whose shape it uses."""
+    """The remedy uses only the shape of a tensor, so it works for all values, such as NaN."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]

@@ -18,7 +18,7 @@ from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 from hostweave.transports.transport import NAMES as TRANSPORTS
 
-# From the top down. Passes and users share `options`.
+# Layers from top to bottom. `options` is below the passes, because passes read it.
 FLOORS = (
     ("__main__",),
     ("cli", "torch"),
@@ -45,7 +45,7 @@ FLOORS = (
     ("types",),
     ("base",),
 )
-# Modules that import inside functions. All other imports are at the head of their module.
+# Modules that import inside functions. In all other modules imports are at the top.
 DELAYED_IMPORTS = {
     "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
         *("api", "compiled", "build/program", "check/check", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
@@ -59,7 +59,7 @@ FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floo
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Parts of the package that a file imports, including imports inside functions, for type checking, and by `import_module`."""
+    """Modules of the package that a file imports, including imports inside functions, imports for type checking, and `import_module`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
@@ -103,7 +103,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def test_modules_import_in_no_circle() -> None:
-    """Imports for type checking count. The exception: functions of ops take tensors, and operators of tensors record ops."""
+    """Includes imports for type checking. There is one exception: functions of ops take tensors, and operators of tensors record ops."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
     needs: dict[str, set[str]] = {}
@@ -117,7 +117,7 @@ def test_modules_import_in_no_circle() -> None:
 
 
 def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
-    """Modules that importing a module imports."""
+    """Modules that are imported, directly or indirectly, if `start` is imported."""
     found, following = set[str](), [start]
     while following:
         new = needs[following.pop()] - found
@@ -127,7 +127,7 @@ def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_private_names_stay_in_their_modules() -> None:
-    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names here are names of `hw`
+    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names of this folder are attributes of `hw`
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())) if path.parent != of_users else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
@@ -153,13 +153,13 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
     packages = {path.parent.relative_to(PACKAGE) for path in modules()}
-    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # tests of whole programs, and of C++
+    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # folders with tests of whole programs and of C++
     mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path(), *map(Path, others)}
     assert mine <= packages
 
 
 def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
-    """Later passes read the steps from the op."""
+    """Only decompose_reshards computes the steps of a reshard; later passes read them from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
         modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.blocks": {"transfer"}}
@@ -169,7 +169,7 @@ def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
 
 
 def test_targets_are_asked_and_not_compared() -> None:
-    """A target is an object; target-specific code is in the folder `targets`."""
+    """Code that is specific to a target is in the folder `targets`. Other code does not compare names of targets."""
     compared = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in modules()
@@ -182,7 +182,7 @@ def test_targets_are_asked_and_not_compared() -> None:
 
 
 def test_schedules_are_asked_and_not_compared() -> None:
-    """Schedules and transports are objects; no other code tests for a particular one."""
+    """Code calls methods of schedules and transports, and does not compare them with particular ones."""
     names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # a reshard to one rank, too
@@ -198,18 +198,18 @@ def test_schedules_are_asked_and_not_compared() -> None:
 
 
 def test_transports_are_asked_and_not_compared() -> None:
-    """Only a transport, its templates, and the code that finds it on a machine name its library."""
+    """Only a transport, its templates, and the code that detects its library name the library."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
     # Reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
     registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
-    assert registers == {"transports", "emit"}  # consequences for schedules and machines have separate methods
+    assert registers == {"transports", "emit"}  # all other code uses methods that do not mention registration
 
 
-# Uses of a class that have no trait: epilogues of cuBLASLt, shared plans, fusion of launches, transposes among views. All else reads
-# roles and traits, so a new instruction is a dataclass, a rule, a lowering and a template.
+# Code that tests for a class, because there is no trait for it: epilogues of cuBLASLt, shared plans, fusion of launches, transposes among
+# views. All other code reads roles and traits, so a new instruction needs only a dataclass, a rule, a lowering and a template.
 OWN_SEMANTICS = {
     "cli/memory_plan.py",
     "cli/notes.py",
@@ -232,7 +232,7 @@ OWN_SEMANTICS = {
 
 
 def test_instructions_are_asked_for_traits() -> None:
-    """Little code tests the class of an instruction. Abstract classes, such as Communication, are traits."""
+    """Only the listed code tests for the class of an instruction. Tests for abstract classes, such as Communication, are allowed."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
@@ -247,7 +247,7 @@ def test_instructions_are_asked_for_traits() -> None:
 
 
 def test_instructions_are_kept_by_place() -> None:
-    """Not by identity: one object may occur twice in a program, and ids are reused."""
+    """Code does not use `id` of an instruction, because one object may occur twice in a program, and ids are reused."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
@@ -260,11 +260,11 @@ def test_modules_that_cpp_imports_are_there() -> None:
 
 
 def test_what_benchmarks_import_is_there() -> None:
-    """Benchmarks are run by hand, and most of them need GPUs."""
+    """All names that benchmarks import exist. CI does not run benchmarks, because most of them need GPUs."""
     missing = []
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
-        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also code that they run in a separate process
+        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also code that benchmarks run in other processes
         lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
         for module, names in lines:
             found = find_spec(module) and import_module(module)
@@ -273,7 +273,8 @@ def test_what_benchmarks_import_is_there() -> None:
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
-    """Importing NumPy and the rendezvous takes longer than compiling a program. Only the check of results uses NumPy."""
+    """Compiling without the check of results imports neither NumPy nor the rendezvous, because importing them takes longer than
+    compiling."""
     compile_one = """if True:
         import sys, hostweave as hw
         x = hw.f32["M@x", "K"]

@@ -1,4 +1,4 @@
-"""Texts of all errors in one place: `pytest tests/test_messages.py -n 0 -s` prints them for a reader."""
+"""Tests the style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints them."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 45  # limit of one message, which has a place, a reason and a remedy
-PRIVATE = re.compile(r"\b(beside what|what takes|in turn|(?<!there )(is|are) no [a-z]|cannot be[;:])")  # words that users had to read twice
+PRIVATE = re.compile(r"\b(beside what|what takes|in turn|(?<!there )(is|are) no [a-z]|cannot be[;:])")  # phrases that are hard to read
 
 
 def template(node: ast.expr) -> str:
@@ -58,7 +58,7 @@ def test_messages_are_short_and_plain() -> None:
     found = messages()
     assert len(found) > 700
     folder = ""
-    for place, text in found:  # pytest shows it with -s
+    for place, text in found:  # visible with pytest -s
         if (above := str(Path(place).parent)) != folder:
             print(f"\n{(folder := above)}")
         print(f"  {Path(place).name}: {text}")

@@ -1,4 +1,4 @@
-"""Optional packages: use of a missing one raises an error with the command that installs it."""
+"""Tests that the use of a missing optional package raises an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_its_user_is_told_how_to_install_it(user: str, monkeypatch: pytest.Monke
 
 
 def test_the_door_for_pytorch() -> None:
-    """The error is also an ImportError, for callers that test if a module can be imported."""
+    """The error is also an ImportError, because callers may test if a module can be imported."""
     script = """
 import sys
 sys.modules["torch"] = None
@@ -85,9 +85,10 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_none_is_imported_in_another_way() -> None:
-    """`hostweave.torch` requires PyTorch at import. Code that handles arrays of a package finds it in sys.modules."""
+    """Optional packages are only imported by one function. Exceptions are `hostweave.torch`, which imports PyTorch, and code that finds a
+    package in sys.modules."""
     others = {EXAMPLES, BENCHMARKS, RUNTIME, PACKAGE / "torch"}
     files = [path for path in PACKAGE.rglob("*.py") if not others & {*path.parents}]
     assert len(files) > 100
     found = {f"{path.name}: {name}" for path in files for name in imports(path) if name.partition(".")[0] in PACKAGES}
-    assert found == {"jax_ffi.py: jaxlib"}  # a part of JAX
+    assert found == {"jax_ffi.py: jaxlib"}  # jaxlib is part of JAX

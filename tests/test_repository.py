@@ -1,4 +1,4 @@
-"""Files of the repository that no code reads: they parse, and the names in them exist."""
+"""Tests files of the repository that no code reads: they can be parsed, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
-    """pytest imports each by its name alone."""
+    """Base names of test files are unique, because pytest imports them by their base names."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
 
@@ -55,7 +55,7 @@ def test_the_workflow_runs_what_every_change_must_pass() -> None:
 
 
 def test_released_packages_link_to_their_repository(tmp_path: Path) -> None:
-    """The release workflow appends the links, because a checkout does not know its repository."""
+    """The release workflow adds the links to the metadata, because a checkout does not know the URL of its repository."""
     (command,) = re.findall(r"- run: (printf .*)", (ROOT / ".github" / "workflows" / "release.yml").read_text())
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "URL": "https://host/owner/name"}, check=True)

@@ -1,4 +1,5 @@
-"""Public functions accept any value for any parameter or refuse it with a reason; no other exception is raised."""
+"""Passes values of all kinds for each parameter of public functions. They must accept the value, or raise an error of Hostweave with a
+reason."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ FITTING: dict[str, Any] = {
     "text": "",
     "where": "a file",
 }
-GIVEN = ("Captured", "Group", "Program", "Provider", "Tensor")  # classes whose objects users receive
+GIVEN = ("Captured", "Group", "Program", "Provider", "Tensor")  # classes whose objects users do not construct
 
 
 def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
@@ -96,14 +97,14 @@ def of_a_tensor(name: str) -> Callable[..., Any]:
 
 
 def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Arguments of which one has a wrong type, and its name."""
+    """Lists of arguments in which one has a wrong type, and the name of that parameter."""
     parameters = list(inspect.signature(function).parameters.values())
     for wrong, value in itertools.product(parameters, WRONG):
         args, named = list[Any](), dict[str, Any]()
         for p in parameters:
             if p is wrong and p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD):
                 named["M" if p.kind is p.VAR_KEYWORD else p.name] = value
-            elif p is wrong and len(args) < parameters.index(p):  # an earlier parameter is omitted
+            elif p is wrong and len(args) < parameters.index(p):  # pass it by name, because an earlier parameter is omitted
                 named[p.name] = value
             elif p is wrong:
                 args.append(value)

@@ -39,20 +39,21 @@ def rms_norm(x: Array, weight: Array) -> Array:
 
 
 def dropout(x: Array, seed: int, draw: int) -> Array:
-    """x is [S, B, E]; an element's position is its counter."""
+    """Dropout of x [S, B, E]. The counter of an element is its index."""
     drawn = philox(np, *np.ogrid[tuple(slice(size) for size in x.shape)], 0, seed, draw)
     return np.where(drawn >= DROPPED, x / (1 - DROPPED), 0.0)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates complex numbers formed from the first and second half."""
+    """Rotary embedding: rotates complex numbers whose real part is in the first half of a head, and whose imaginary part is in the
+    second."""
     half = x.shape[-1] // 2
     turned = (x[..., :half] + 1j * x[..., half:]) * (cos + 1j * sin)
     return np.concatenate([turned.real, turned.imag], -1)
 
 
 def attended(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention; k and v of [B, G, S, D] serve groups of the heads of q."""
+    """Causal attention. Each head of k and v, [B, G, S, D], belongs to a group of heads of q."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2) / sqrt(q.shape[-1])
@@ -70,7 +71,7 @@ def projected(x: Array, wo: Array) -> Array:
 
 
 class Reference:
-    """One function per program, named without `_tp` and `_sp`. `size` is that of a head."""
+    """One method per program, whose name omits `_tp` and `_sp`. `size` is the number of elements of a head."""
 
     def __init__(self, size: int):
         self.size = size

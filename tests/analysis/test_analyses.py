@@ -1,4 +1,4 @@
-"""Cost of analyses and verifier: each runs once per program that a pass makes."""
+"""Tests that analyses and the verifier run only once for each program that a pass returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SEEDS = fusions("seeds.py")
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During compilation and emission: def-use, live ranges, and the operations of all ranks, whose order the check and a pass need."""
+    """Counts three analyses during compilation and emission: def-use, live ranges, and the operations of all ranks, which the check and a
+    pass use."""
     found: dict[str, list[object]] = defaultdict(list)
 
     def counted(module: ModuleType, function: str) -> None:

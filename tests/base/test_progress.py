@@ -1,4 +1,4 @@
-"""Progress of long work: a line on a terminal, nothing if stderr is piped, and logger records."""
+"""Progress of operations that take long: a line on a terminal, nothing if stderr is piped, and records of the logger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILE = [sys.executable, "-m", "hostweave", "compile", "seeds:ag_matmul_p2p"]
 
 
 def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
-    """Output of a command on stdout, and on a terminal that is its stderr."""
+    """Runs a command with a terminal as stderr. Returns its output on stdout and on the terminal."""
     terminal, stderr = pty.openpty()
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(cache), "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True) as run:
@@ -28,7 +28,7 @@ def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
         while True:
             try:
                 part = os.read(terminal, 4096)
-            except OSError:  # Linux reports the end of a terminal this way
+            except OSError:  # Linux reports that the other end of the terminal is closed
                 break
             if not part:
                 break
@@ -47,7 +47,7 @@ def test_compiling_shows_its_steps_on_a_terminal(tmp_path: Path) -> None:
     assert steps
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
     assert all(done <= count for done, count in steps)
-    assert steps[-1][0] == steps[-1][1]  # the link
+    assert steps[-1][0] == steps[-1][1]  # the last step is linking
     assert shown.endswith("\r\x1b[K")  # the line is cleared
     assert "hostweave:" not in out
     assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # second run: all programs are in the cache

@@ -1,4 +1,4 @@
-"""Fixtures of the build's tests."""
+"""Fixtures for tests of builds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""From sources to a loaded module: cost of cache hits, messages of failures, and hand-edited sources."""
+"""Builds of modules from sources: cache hits, messages of failed builds, and sources that users have edited."""
 
 import ctypes
 import os
@@ -77,7 +77,7 @@ def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(emp
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that replaces the checked one is not loaded, and neither is an older one."""
+    """A library that replaces the library that was checked is not loaded. An older library is not loaded either."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -92,7 +92,7 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
     own = find_target("cpu").runtime_libraries(here, frozenset())
     folder = build("asking", "", here, lambda _: (*own, library), sources)
-    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # the loader would use an rpath
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # no rpath, which the loader would use
     planted, kept = tmp_path / "planted", tmp_path / "kept.so"
     planted.mkdir()
     make_library(planted, value=2)
@@ -152,7 +152,7 @@ def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
 
 def test_the_key_has_the_compiler_and_what_options_change(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hw.compile(doubled).folder
-    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # the program has no loops, and no choices that depend on sizes
+    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # not changed by these options
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
     compiler.chmod(0o755)
@@ -294,7 +294,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """Another constant changes only a kernel; another name of a value also changes the host program."""
+    """If a constant changes, only a kernel is compiled again. If the name of a value changes, the host program is compiled too."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:
@@ -323,7 +323,7 @@ def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder:
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_of_changed_kernels_only_those_are_compiled() -> None:
-    """Compiles each generated kernel separately, at any position in the file, and user kernels together."""
+    """Each generated kernel is compiled separately, so its position in the file does not matter. User kernels are compiled together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
@@ -349,7 +349,7 @@ def test_of_changed_kernels_only_those_are_compiled() -> None:
 
 
 def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merges sources into one unit per core, of about equal size."""
+    """The sources are merged into one translation unit per core, of about equal sizes."""
     sources = [tmp_path / f"{size}.cpp" for size in (1, 2, 3, 4, 5)]
     for source in sources:
         source.write_text("\n" * int(source.stem))
@@ -451,7 +451,7 @@ def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
 
 @needs_cuda
 def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for fusion in (product, doubled):  # without and with a kernel
+    for fusion in (product, doubled):  # a program without a kernel, and one with a kernel
         program = hw.compile(fusion, target="cuda")
         program.build()
         assert program.module.mesh == "mesh(x=2)"
@@ -470,8 +470,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """Only kernels get a name in C++: they have a bank of constants. Functions that they call do not, because two cubins may have equal
-    ones."""
+    """Kernels, which have a constant bank, get a unique C++ name. Functions that they call get none, because two cubins may contain the
+    same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

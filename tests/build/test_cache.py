@@ -1,4 +1,5 @@
-"""Cache: entries appear atomically and once despite races, failed builds are kept, and code of other users is never used."""
+"""The cache: an entry is created atomically and only once despite races, failed builds are kept, and code of other users is never
+loaded."""
 
 import errno
 import os
@@ -101,7 +102,7 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """Environment of processes that run a copy of the package."""
+    """Copies the package. Returns the environment of processes that run the copy."""
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
@@ -140,7 +141,7 @@ def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems have a time resolution of some milliseconds."""
+    """Timestamps of file systems have a resolution of some milliseconds, so an edit may have the timestamp of the import."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns
@@ -151,7 +152,8 @@ def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Pa
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was set back, or differs from the clock at installation. The files do not count as just edited."""
+    """The clock was set back, or differs from the clock of the machine that installed the files. The files are not treated as just
+    edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -172,7 +174,7 @@ def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypa
     folders = [tmp_path / name for name in ("package", "templates", "runtime_cpp")]
     for folder, origin in zip(folders, (PACKAGE, TEMPLATES, RUNTIME), strict=True):
         shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("hostweave.base.imported_at", time.time_ns() + 10**12)  # so that stamps are not random
+    monkeypatch.setattr("hostweave.base.imported_at", time.time_ns() + 10**12)  # all files are older
     assert cache.stamp_of.__wrapped__(folders[0]) == cache.stamp_of.__wrapped__(folders[0])
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 250
@@ -326,7 +328,7 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -
     (cache.root() / ".f.0123" / "SHA256SUMS").touch()
     for name, ago in {**hours, ".f.0123": 6, "failed/e": 6}.items():
         os.utime(cache.root() / name / "SHA256SUMS", (time.time() - ago * 3600,) * 2)
-    cache.lookup("a")  # counts as a use
+    cache.lookup("a")  # marks the entry as used
 
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0.2kB")
     cache.evict()
@@ -335,7 +337,7 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -
     cache.evict(period=60)  # the last eviction was just now
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
-    assert {entry.path.name for entry in cache.entries()} == {"a"}  # another build may be about to link it
+    assert {entry.path.name for entry in cache.entries()} == {"a"}  # kept, because another build may be about to link it
 
 
 @pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])
@@ -347,7 +349,9 @@ def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["much", "-1", "1 EB", "1e9", "٣"])
 def test_a_limit_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
-    with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is not a size; write a size such as 500 MB or 10 GB$"):
+    with pytest.raises(
+        BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is not a size; write a size such as 500 MB or 10 GB$"
+    ):
         cache.limit()
 
 
@@ -374,7 +378,9 @@ def test_another_user_may_not_decide_where_the_cache_is(way: str, tmp_path: Path
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "my" if way == "a link to a link" else theirs / "cache"))
     assert cache.get_or_make("a", make_text("a")) == cache.lookup("a")
     uid = others(theirs.parent if way == "a folder" else theirs, monkeypatch)
-    with pytest.raises(BuildError, match=rf"can be replaced by other users, .*: /\S+ belongs to uid {uid}; set HOSTWEAVE_CACHE to a folder"):
+    with pytest.raises(
+        BuildError, match=rf"can be replaced by other users, .*: /\S+ belongs to uid {uid}; set HOSTWEAVE_CACHE to a folder"
+    ):
         cache.lookup("a")
 
 
@@ -388,7 +394,7 @@ def test_links_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
-    """A file that replaces it after the check is not loaded."""
+    """If another file replaces the module after it was checked, that file is not loaded."""
     library = cache.get_or_make("a", make_text("ours")) / "text"
     seen = set()
     for _ in range(5):

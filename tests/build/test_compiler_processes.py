@@ -1,4 +1,4 @@
-"""Compilers as child processes: they start, hang, leave servers behind, and end with the process that started them."""
+"""Compilers as child processes: they may hang or start servers, and must end when their parent process ends."""
 
 import os
 import re
@@ -66,7 +66,9 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
         hw.compile(doubled).build()
     hanging.expect_gone()
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
-    with pytest.raises(BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write a number such as 1800"):
+    with pytest.raises(
+        BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write a number such as 1800"
+    ):
         hw.compile(doubled).build()
 
 
@@ -85,7 +87,7 @@ def test_doctor_waits_for_no_compiler_that_hangs(empty_cache: Path, tmp_path: Pa
 
 
 def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
-    """The server keeps the output open, like the server of a compiler cache."""
+    """The compiler starts a server that keeps the output pipe open, as compiler caches do."""
     leaves = "sleep 60 & echo $! > server; echo said; exit 3"
     begin = time.monotonic()
     assert run(["/bin/sh", "-c", leaves], tmp_path) == (3, "said\n")

@@ -1,4 +1,4 @@
-"""Headers and libraries of CUDA: the toolkit and the pip wheels, of one version."""
+"""Search for CUDA's headers and libraries in the toolkit and in pip wheels. All must have the same version."""
 
 import re
 import tomllib
@@ -50,7 +50,7 @@ TOOLKIT13 = {
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose CUDA consists of an empty folder of wheels."""
+    """Simulates a machine on which CUDA can only be in an empty folder of wheels."""
     monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
     monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
     monkeypatch.setenv("PATH", "")

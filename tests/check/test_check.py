@@ -1,4 +1,4 @@
-"""Static check: the exact message of each rule, and no report for correct programs."""
+"""The static check reports each kind of fault with an exact message, and accepts correct programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
-OTHER = "1 - rank.x on x"  # the peer of either rank
+OTHER = "1 - rank.x on x"  # the other one of two ranks
 
 
 def parse(body: str) -> HostProgram:
@@ -299,7 +299,7 @@ copy %own -> %y
 }
 """
     check(host_text.parse(UNEVEN + body), {"M": rows})
-    if rows > 3:  # another rank's block
+    if rows > 3:  # the block of another rank
         with pytest.raises(ProgramError, match="writes %b over the bytes of %own that it reads"):
             check(host_text.parse(UNEVEN + body.replace("rank.x * ceil(M/3)", "0")), {"M": rows})
 
@@ -376,7 +376,8 @@ FINE = {
 
 
 def test_what_another_stream_holds_for_itself_is_nobody_elses() -> None:
-    """Memory freed on a stream becomes available to other streams at their join, so a concurrent loop need not wait for it."""
+    """Memory that is freed on a stream becomes available to other streams only at the join, so a concurrent loop need not wait for that
+    stream."""
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
@@ -394,7 +395,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """The result overlaps an input. Each element depends only on the same element of the input."""
+    """The result may be in the memory of an input, because each element depends only on the same element of the input."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:

@@ -1,4 +1,4 @@
-"""Static check: it detects every dropped synchronisation, and its cost is bounded."""
+"""The static check detects every dropped synchronisation, and its cost is bounded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
 
 
 def test_speed() -> None:
-    """A seed program for 8 ranks is checked in well under 0.1 s, so that every compile can afford it."""
+    """The check of a seed program for 8 ranks takes well under 0.1 s, so that it can run in every compilation."""
     host = program("ag_matmul_p2p", 8)
     seconds = []
     for _ in range(5):
@@ -60,9 +60,9 @@ def test_the_garbage_collector_goes_on_after_a_check() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
-    """Collecting the objects of a check would take as long as the check.
+    """The check leaves no reference cycles, because collecting its objects would take as long as the check.
 
-    The check runs three times, and must once leave nothing. In the other runs a thread of another test may have ended and left an object.
+    In one of three runs there must be no garbage. In the other runs, a thread of another test may have ended and left an object.
     """
     host = program(name)
     check(host)
@@ -80,7 +80,7 @@ def check_and_collect(host: ir.HostProgram) -> int:
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """The check's data for a buffer does not grow with its rows, so programs with large constant sizes are checked equally fast."""
+    """The data that the check stores for a buffer does not grow with the number of rows, so the time does not depend on constant sizes."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # right half, 64 bytes later
@@ -92,7 +92,7 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
-    """Holds for views of any shape, so a program of many layers takes no longer than one of few."""
+    """Bytes are split into the same pieces for views of any shape, so the time per layer does not grow with the number of layers."""
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):

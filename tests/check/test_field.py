@@ -1,4 +1,4 @@
-"""Finite field: arrays over it compute the same as integers modulo the prime, and as NumPy."""
+"""Arrays over the finite field give the results of Python integers modulo the prime, and their shadows those of NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concrete operations: byte layouts of views, operations of each rank in order, and small legal sizes."""
+"""Instantiation of a program for the check: byte layouts of views, operations of each rank in order, and the smallest possible sizes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
 def test_minimal_sizes() -> None:
     assert minimal_sizes(program("ag_matmul_flat_across")) == {"M": 12, "K": 2, "N": 2}
     assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
-    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # two rounds over the 4 streams, plus one
+    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # two iterations per stream, and one more
     text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
     assert minimal_sizes(host_text.parse(text)) == {"A": 6, "B": 2}
 
@@ -129,7 +129,7 @@ def test_sizes_leave_room() -> None:
 
 
 def test_sizes_where_a_sum_must_divide() -> None:
-    """M is odd and so not sharded evenly. Both sides of the branch are checked if they are reachable."""
+    """If M is odd, M - 1 can be sharded evenly, but not M. Both sides of a branch are checked if some sizes reach them."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
@@ -145,7 +145,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """M - 1 and N - 2 must be multiples of 4. A constraint on one sum does not constrain the other sums."""
+    """M - 1 and N - 2 must be multiples of 4. The constraint of one sum does not affect other sums."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

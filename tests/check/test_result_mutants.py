@@ -1,4 +1,5 @@
-"""The check of results detects each mathematical error in a host program that f64 detects. `pytest -m slow` tries many more."""
+"""The check of results detects each error in mutants of host programs that changes results in f64. `pytest -m slow` tests many more
+mutants."""
 
 from __future__ import annotations
 
@@ -49,20 +50,20 @@ def test_mutants_of_training_programs_are_caught() -> None:
 
 
 def test_blocks_of_squares_are_told_from_their_transposes() -> None:
-    """If rows and columns are equally many, each in a block, packing is its own inverse."""
+    """Packing must not be confused with its inverse if there are as many rows as columns, and each block has one of them."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]
 
 
 def test_a_sum_of_one_element_is_no_evidence() -> None:
-    """Along a dim with one element per rank, a sum and a maximum are equal."""
+    """Sizes of the check must be above 1, because over a single element a sum equals a maximum."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """The absolute value of a negative number is its negative."""
+    """A program that omits `abs`, or negates instead, must be detected."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, HASHED, {}).values():
         assert ((values.value[0] < 0) != (values.value[1] < 0)).all()

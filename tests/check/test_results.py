@@ -1,4 +1,4 @@
-"""Comparison of host programs with their fusions over a finite field: differences are detected and reported."""
+"""The check of results compares a host program with its fusion over a finite field, and reports differences."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
     @wraps(pipeline.PASSES[-1])
     def with_zeros(program: HostProgram, options: Options) -> HostProgram:
-        """An incorrect pass: gathered values are zero."""
+        """A wrong pass, which replaces gathered values by zeros."""
         return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], with_zeros))
@@ -100,7 +100,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One difference comes from a pass over fusions, the other is in the second call of a function of a host program."""
+    """One error is in a pass on fusions, and another in the second call of a function of a host program."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])
@@ -149,7 +149,7 @@ def test_reports_lines_that_never_ran() -> None:
         return ir.If(Const(1), (i,), (i,)) if isinstance(i, ir.Matmul) else None
 
     host = changed(lower(fusion, Options()), under_a_condition)
-    assert check(host, fusion=fusion) == ()  # the same line runs on both
+    assert check(host, fusion=fusion) == ()  # the same line runs on both ranks
     host = changed(host, lambda i: replace(i, orelse=(ir.Fill(i.body[0].dst, 0.0),)) if isinstance(i, ir.If) else None)  # type: ignore[attr-defined]
     (line,) = check(host, fusion=fusion)
     assert line.startswith("never ran: fill %")
@@ -177,7 +177,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 
 
 def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
-    """The finite field cannot evaluate the exp; f64 can, and detects the error."""
+    """The finite field cannot represent the result, so values in f64 are compared instead. They also reveal a real error."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())
     assert check(host, fusion=fusion) == ()
@@ -205,7 +205,7 @@ def test_the_other_branch_is_taken_where_only_large_sizes_take_it() -> None:
 @pytest.mark.parametrize("algorithm", ["p2p", "broadcast", "reduce"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, algorithm: str) -> None:
-    """A root runs ahead of the ranks that wait for it, so one line runs on two streams at once."""
+    """A root is in a later iteration than the ranks that wait for it, so one line runs on different streams at the same time."""
     is_sum, chunks = algorithm == "reduce", 2 * ranks
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])

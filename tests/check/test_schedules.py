@@ -1,7 +1,7 @@
-"""Programs that the check accepts are correct in every schedule: programs with one change run in random orders.
+"""Tests that programs that the check accepts are correct in random schedules. The programs are mutants with one change.
 
-An operation takes time: it reads and poisons its outputs when it starts, and writes when it ends. The caller writes inputs and
-reads outputs on its own stream; all other memory is NaN before and after.
+When an operation starts, it reads its inputs and fills its outputs with NaN. When it ends, it writes its outputs. The caller writes inputs
+and reads outputs on a separate stream. All other memory is NaN before and after the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Inputs = dict[str, Array]
 
 
 def mutants(host: HostProgram) -> Iterator[HostProgram]:
-    """Programs with one synchronisation dropped, one stream changed, or two adjacent instructions swapped."""
+    """Programs in which one synchronisation is dropped, one stream is changed, or two adjacent instructions are swapped."""
     for at in list(tree.walk(host.body)):
         if isinstance(at, ir.Fork | ir.Join | ir.Record | ir.Wait):
             yield _with(host, at, ())
@@ -62,7 +62,7 @@ def _exchanged(whole: tree.Body, body: tree.Body, first: tree.Instruction, secon
 
 
 class Machine:
-    """All ranks and streams. `run` chooses the next step by a seed."""
+    """Simulates all ranks and streams. `run` chooses the next step by a seed."""
 
     def __init__(self, instances: Instances, inputs: dict[str, Array], seed: int):
         program = instances.program
@@ -147,7 +147,7 @@ class Machine:
 
 
 def arguments(host: HostProgram) -> Inputs:
-    """Small integers, so that bf16 sums are exact and the order of a reduction does not matter."""
+    """Small integers, so that sums in bf16 are exact, in any order."""
     draw = np.random.default_rng(0)
     sizes = minimal_sizes(host)
     return {p.name: draw.integers(-1, 2, global_shape(p.type, sizes)).astype(ml_dtypes.bfloat16) for p in host.inputs}
@@ -173,7 +173,7 @@ def test_what_passes_is_right_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """Each of these instructions is necessary, so the check's reports about them are not false alarms."""
+    """If one of these instructions is dropped, some schedule gives a wrong result, so the report of the check is not a false alarm."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

@@ -1,4 +1,4 @@
-"""Syntax highlighting: the lexer knows every word of both IRs, and on a terminal only colours are added."""
+"""Syntax highlighting: the lexer recognises every word of both IRs. Output on a terminal differs from other output only by colours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hostweave.pipeline import lower
 GOLDEN = Path(__file__).parents[1] / "golden"
 SEEDS = EXAMPLES / "seeds.py"
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
-ERROR = "\x1b[04m\x1b[91m"  # how an Error token is shown: underlined, bright red
+ERROR = "\x1b[04m\x1b[91m"  # formatting of an Error token: underlined, bright red
 
 
 def errors(text: str) -> list[str]:
@@ -41,7 +41,7 @@ FILES = [pytest.param(path, marks=[OF_TORCH] * path.stem.startswith("torch_"), i
 @pytest.mark.parametrize("file", FILES)
 def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
     for name, program in programs_in(load_file(file)).items():
-        stages: dict[str, str] = {}  # by text: few passes change a program
+        stages: dict[str, str] = {}  # by text, because few passes change a program
         host = lower(program, Options(), lambda stage, ir, stages=stages: stages.setdefault(str(ir), stage))
         for text, stage in stages.items():
             assert not errors(text), (name, stage)

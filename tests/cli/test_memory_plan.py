@@ -1,4 +1,4 @@
-"""Memory plan: live buffers do not overlap, and the peak is close to the lower bound."""
+"""The memory plan: live buffers do not overlap, and the peak is close to the lower bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import DType
 
-MOST = 1.05  # times the lower bound
+MOST = 1.05  # largest allowed ratio of the peak to the lower bound
 SHAPES = [
     dict(zip("SEF", sizes, strict=True))
     for sizes in [(8, 16, 32), (128, 4096, 512), (2048, 4096, 14336), (8192, 8192, 1024), (4099, 64, 96)]
@@ -69,11 +69,11 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """Live range of a buffer in event numbers, and the event from which other streams may reuse it."""
+    """A buffer, with its live range in numbers of events, and the event after which other streams may reuse its bytes."""
 
     bytes: int
-    lane: tuple[str, int] | None = None  # the stream that it belongs to
-    uses: list[list[int]] = field(default_factory=list)  # events of a use: first, last, joined
+    lane: tuple[str, int] | None = None  # the stream that the buffer belongs to
+    uses: list[list[int]] = field(default_factory=list)  # for each use, the numbers of its first event, of its last event, and of the join
 
     def end(self, now: int, joined: int = FOREVER) -> None:
         for use in self.uses:
@@ -87,14 +87,14 @@ def may_share(a: Buffer, b: Buffer) -> bool:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """Maximum of live bytes over all events."""
+    """The largest number of live bytes at any event."""
     rounded = [(buffer.uses, -(-buffer.bytes // ALIGNMENT) * ALIGNMENT) for buffer in buffers]
     moments = {use[0] for buffer in buffers for use in buffer.uses}
     return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
 def test_one_that_finds_no_gap_comes_first() -> None:
-    """Consecutive matmuls of a gated layer: the fourth buffer is below the fifth, which is larger."""
+    """In a sequence of gated layers, the fourth buffer is placed before the fifth, although the fifth is larger."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -107,7 +107,8 @@ def test_one_that_finds_no_gap_comes_first() -> None:
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    """Random sequences of allocate, free, reallocate and join. The planner's lower bound must equal that of the events."""
+    """Random sequences of allocate, free, reallocate and join. The lower bound of the planner must equal the largest number of live
+    bytes."""
     for seed in range(200):
         random = Random(seed)
         events, buffers, groups = ArenaEvents(), list[Buffer](), list[tuple[slice, str | None]]()
@@ -132,7 +133,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
                 for buffer in buffers[own]:
                     buffer.end(now)
             else:
-                events.free(own)  # events during which it is in use
+                events.free(own)  # events during which the buffer is in use
                 events.allocate(own, buffers[own.start].bytes, pool)
                 for buffer in buffers[own]:
                     buffer.end(now)
@@ -228,7 +229,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """Alternative bodies may use one name for two buffers, and may leave allocations unused."""
+    """The bodies of a condition may use one name for two buffers, and may not use all allocations."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a
@@ -253,7 +254,8 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 
 
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
-    """Uses one of a pool's four streams if the index is always 0, and two in a loop of two steps."""
+    """A block has buffers for only one of four streams if the stream index is always 0, and for two streams in a loop of two
+    iterations."""
     block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))

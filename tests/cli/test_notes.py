@@ -1,4 +1,4 @@
-"""Notes of `hostweave inspect`: implicit gathers and packs with their places, but none that are stated or small."""
+"""Notes of `hostweave inspect` report implicit gathers and packs with their locations, unless these are small or requested by the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures with which one suite runs on CPU ranks and on all available GPUs."""
+"""Fixtures that run the same tests on CPU ranks and on all available GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hostweave.build.cuda import gpus
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def target(request: pytest.FixtureRequest) -> str:
-    """Target of a test with a parameter `ranks`, a `mesh`, or a `pair` of meshes from the module's PAIRS."""
+    """Target of a test. The test has a parameter `ranks`, `mesh`, or `pair`, which indexes PAIRS of the module."""
     params = request.node.callspec.params
     mesh = request.module.PAIRS[params["pair"]][0] if "pair" in params else params.get("mesh")
     ranks = mesh.size if mesh else params["ranks"]

@@ -1,6 +1,6 @@
-"""Every collective on every supported dtype, on 1 to 8 ranks: each rank's result, against NumPy.
+"""Every collective with every supported dtype, on 1 to 8 ranks. The result of each rank is compared with NumPy.
 
-One program per number of ranks contains all of them, to compile only once.
+One program per number of ranks contains all collectives, so that it is compiled only once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hostweave.types.tensor import DTYPES, DType
 
 Array = NDArray[Any]
 RANKS = (1, 2, 3, 4, 8)
-N = (3, 1, 0)  # elements of a block, by seed
+N = (3, 1, 0)  # number of elements of a block, for each seed
 
-# name -> (input size in blocks, output size, instruction)
+# For each name: the size of the input and of the output, in blocks, and the instruction.
 MOVES = {
     "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
     "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
@@ -50,7 +50,7 @@ def root_of(ranks: int) -> int:
 
 
 def sources_of(ranks: int) -> list[int | None]:
-    """Each rank receives from the previous one; the first has no source."""
+    """Sources of a permute in which each rank receives from the previous rank, and the first rank has no source."""
     return [None, *range(ranks - 1)]
 
 
@@ -59,7 +59,7 @@ def reducible(dtype: DType) -> bool:
 
 
 def cases(ranks: int) -> dict[str, tuple[str, str, DType, str]]:
-    """Output name -> (kind, reduction or "", dtype, instruction)."""
+    """For the name of each output: kind, reduction or "", dtype, and instruction."""
     result = {}
     words = {"D": ranks, "root": root_of(ranks), "sources": ", ".join("none" if s is None else str(s) for s in sources_of(ranks))}
     for dtype in DTYPES.values():
@@ -91,7 +91,7 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small integers of either sign, exact in every dtype, with sums and products that are mostly exact."""
+    """Small positive and negative integers, which are exact in every dtype. Most sums and products of them are exact too."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():
@@ -102,7 +102,7 @@ def arrays(ranks: int, seed: int) -> dict[str, Array]:
 
 
 def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
-    """Expected result on `rank`, given all ranks' inputs."""
+    """Expected result on `rank`, computed from the inputs of all ranks."""
     ranks, root, zeros = len(mine), root_of(len(mine)), np.zeros((1, mine[0].shape[1]), mine[0].dtype)
     if op:
         total = np.asarray(REDUCE[op].reduce([array.astype(np.float64) for array in mine]))
@@ -141,7 +141,7 @@ def compare(ranks: int, given: dict[str, Array], results: list[dict[str, Array]]
         mine = np.split(passed, ranks)
         for rank, outputs in enumerate(results):
             got, want = (array.astype(np.float64) for array in (outputs[y], expected(kind, op, mine, rank)))
-            # Averages and products are rounded; everything else is exact.
+            # Averages and products are rounded; all other results are exact.
             rounded = {"f16": 2e-3, "bf16": 2e-2, "f32": 1e-6, "f64": 1e-14}.get(dtype.name, 0) if op == "avg" else 0
             np.testing.assert_allclose(got, want, rtol=rounded, atol=0, err_msg=f"%{y} on rank {rank} of {ranks}")
 

@@ -1,31 +1,25 @@
-"""Known defects of other systems in communications and channels, each with a test here that would detect it.
+"""Known defects of other systems in communication, each with a test of Hostweave that would detect it.
 
-| defect | test |
-|---|---|
-| an all_gather's count is the result's, n times too large | test_collectives, every dtype and number of ranks |
-| bf16 is sent as another type | test_collectives |
-| integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |
-| a send or recv outside a group is refused | test_raw_sends, test_collectives (ring) |
-| the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
-| the process group is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards |
-| a rank in no process group fails | test_ranks_that_take_no_part |
-| an error in a group leaves it open, and the next collective hangs | ../runtime/test_rank_faults: test_a_rank_that_fails_in_the_middle |
-| counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (matching) |
-| an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
-| two groups of ranks share one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
-| channels are made at every call, or never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
-| a channel is made on the current device, or a rank's number is its device's | ../runtime/test_processes; ../runtime/test_providers |
-| a collective under a rank-dependent condition compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
-| an unused communication stays, or runs on some ranks only | test_what_nobody_needs, ../passes/test_decompose_reshards |
-| communications of two channels have another order on another rank | ../passes/test_serialize_channels, ../analysis/test_check |
-| a later call overtakes an earlier one | ../programs/test_numerics (calls in flight), ../programs/test_mutations |
-| nothing may be in place; an all_reduce copies its operand first | test_in_place; ../golden (matmul_ar_unstreamed) |
-| a rank's own data is scattered to it | ../passes/test_decompose_reshards (`shard`) |
-| one tensor is gathered twice for two consumers | ../passes/test_insert_reshards, ../passes/test_decompose_reshards |
-| averages, and reductions of integers to one rank, are missing | test_collectives (avg, reduce) |
-| a permute leaves ranks without a source unchanged | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
-| no elements, one element, uneven shards | test_collectives (0 and 1), test_reshards |
-| ranks wait forever for a rank that is gone | ../runtime/test_rank_faults, ../runtime/test_processes |
+| defect | test | |---|---| | the count of an all_gather is that of the result, which is n times too large | test_collectives, every dtype
+and number of ranks | | bf16 is sent as another type | test_collectives | | integers are compared as unsigned; the maximum of negative
+floats starts at the smallest positive one | test_signs | | a send or recv outside a group is refused | test_raw_sends, test_collectives
+(ring) | | the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) | | the process group
+is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards | | a rank in no process group fails |
+test_ranks_that_take_no_part | | an error in a group leaves it open, and the next collective hangs | ../runtime/test_rank_faults:
+test_a_rank_that_fails_in_the_middle | | counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes),
+../analysis/test_check (matching) | | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) | | two groups
+of ranks share one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix | | channels are made at every call, or never
+freed | ../runtime/test_init: test_channels_are_made_once_and_freed | | a channel is created on the current device instead of the rank's,
+or the device's number is used as rank | ../runtime/test_processes; ../runtime/test_providers | | a collective inside a condition on the
+rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) | | an unused communication is not removed, or is removed only on some
+ranks | test_what_nobody_needs, ../passes/test_decompose_reshards | | communications of two channels have different orders on different
+ranks | ../passes/test_serialize_channels, ../analysis/test_check | | a later call overtakes an earlier one | ../programs/test_numerics
+(calls in flight), ../programs/test_mutations | | communication cannot be in place; an all_reduce copies its operand first | test_in_place;
+../golden (matmul_ar_unstreamed) | | local data is sent to the same rank by a scatter | ../passes/test_decompose_reshards (`shard`) | | one
+tensor is gathered twice for two consumers | ../passes/test_insert_reshards, ../passes/test_decompose_reshards | | averages, and reductions
+of integers to one rank, are missing | test_collectives (avg, reduce) | | a permute leaves ranks without a source unchanged |
+test_one_axis_of_a_mesh, test_collectives (collective_permute) | | zero elements, one element or uneven shards fail | test_collectives (0
+and 1), test_reshards | | ranks wait forever for a rank that is gone | ../runtime/test_rank_faults, ../runtime/test_processes |
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ four = pytest.mark.parametrize("ranks", [4])
 SIGNED = (hw.i8, hw.i32, hw.i64, hw.f16, hw.bf16, hw.f32, hw.f64)
 UNSIGNED = (hw.u8, hw.u32)
 
-# name -> instruction that computes %{name}, [4@dp,tp, N], from %x; rank (dp, tp) has number 2 dp + tp
+# For each name: the instruction that computes %{name}, [4@dp,tp, N], from %x. The rank at (dp, tp) has number 2 dp + tp.
 RANKS = {
     "whole_mesh": "all_gather %x -> %big_1 on dp_tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
     "turned_axes": "all_gather %x -> %big_2 on tp_dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
@@ -70,7 +64,7 @@ RANKS = {
         "reduce_scatter max %big_3 -> %own on dp_tp\ncopy %own -> %gathered_in_place"
     ),
 }
-WANTED = {  # per rank: source rank, -1 for zeros, or the ranks that are summed
+WANTED = {  # for each rank: its source rank, -1 for zeros, or the ranks whose terms are added
     "whole_mesh": [[1]] * 4,
     "turned_axes": [[2]] * 4,
     "sums_of_rows": [[0, 1], [0, 1], [2, 3], [2, 3]],
@@ -95,7 +89,7 @@ def ranks_program() -> hw.HostProgram:
 
 @cache
 def results(target: str) -> tuple[Array, list[list[dict[str, Array]]]]:
-    """The input, and every rank's results, interpreted and on the target."""
+    """The input, and the results of every rank by the interpreter and on the target."""
     program = ranks_program()
     x = np.random.default_rng(0).integers(-9, 9, (4, N)).astype(np.float32)
     compiled = hw.compile(program, target=target)
@@ -140,7 +134,7 @@ def test_in_place(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3])
 def test_signs(ranks: int, target: str) -> None:
-    """Minimum and maximum of all-negative numbers, and of unsigned ones with the highest bit set."""
+    """Minimum and maximum of negative numbers, and of unsigned numbers with the highest bit set."""
     dtypes = (*SIGNED, *UNSIGNED)
     inputs = ", ".join(f"%x_{d}: {d}[3@x, N]" for d in dtypes)
     names = [f"{op}_{d}" for d in dtypes for op in ("min", "max", "to_one")]
@@ -168,7 +162,7 @@ def test_signs(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_nobody_needs(streamed: bool) -> None:
-    """An unused communication is removed with its channel and memory on all ranks, since all ranks run one program."""
+    """An unused communication is removed, with its channel and memory. This holds for all ranks, because they run one program."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "K@tp"])
     def needs_one(x):

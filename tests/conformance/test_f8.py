@@ -1,4 +1,4 @@
-"""On the CPU target, every 8-bit float converts to the f32 of ml_dtypes and back."""
+"""On the CPU target, casts between 8-bit floats and f32 give the results of ml_dtypes, for all 8-bit floats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_casts(dtype: DType, numpy: type) -> None:
 
     x = np.arange(256).astype(np.uint8).view(numpy)
     finite = np.sort(x.astype(np.float32)[np.isfinite(x.astype(np.float32))])
-    between = (finite[1:] + finite[:-1]) / 2  # ties
+    between = (finite[1:] + finite[:-1]) / 2  # values halfway between two neighbours
     v = np.concatenate([finite, between, between * 1.01, between * 0.99, [np.nan]]).astype(np.float32)
     wide, narrow = hw.compile(casts).run(x=x, v=v)
     np.testing.assert_array_equal(wide[np.isfinite(wide)], x.astype(np.float32)[np.isfinite(wide)])

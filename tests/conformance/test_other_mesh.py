@@ -1,6 +1,7 @@
-"""Every change of layout between two meshes: disjoint, overlapping, of other sizes and axes. Each rank's block, against NumPy.
+"""Moves between two meshes with every sharding on each. Meshes are disjoint or overlap, and differ in size and axes. The block of each
+rank is compared with NumPy.
 
-One program contains all changes between two meshes, to compile only once; it then runs at several sizes.
+One program contains all moves between two meshes, so that it is compiled only once. It runs at several sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hostweave.types.tensor import DTYPES
 
 ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))
 
-# The program's mesh, the mesh to move from, and the one to move to.
+# The mesh of the program, the source mesh, and the destination mesh.
 PAIRS = {
     "one rank": (ONE, ONE, ONE.ranks([0], dp=1, tp=1)),
     "to the neighbour": (TWO, TWO.ranks([0]), TWO.ranks([1])),
@@ -46,7 +47,7 @@ PAIRS = {
 
 
 def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Layouts over no axis, over one axis in each dim, and over two axes in both orders."""
+    """Shardings: replicated, over one axis in each dim, and over two axes in both orders."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1:
         return [("A", "B", "C"), (f"A@{names[0]}", "B", "C"), ("A", f"B@{names[0]}", "C"), ("A", "B", f"C@{names[0]}")]
@@ -55,7 +56,7 @@ def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Moves between all pairs of layouts."""
+    """Moves between all pairs of shardings."""
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
         return [hw.reshard(x, *dims, mesh=new) for dims in layouts(new)]
@@ -64,7 +65,7 @@ def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
 
 
 def reductions(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Reductions with every dtype over a sharded dim: to all ranks of the other mesh, and to shards."""
+    """Reductions over a sharded dim with every dtype. The result is replicated or sharded on the other mesh."""
     axes = ",".join(name for name, _ in old.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -84,7 +85,7 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes: sizes that are even on both meshes, and uneven sizes, for which the last ranks hold less or nothing."""
+    """Small sizes that are even on both meshes, and small uneven sizes, for which the last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -100,7 +101,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """Values of each rank by name; None for values that it does not hold."""
+    """Values of each rank by name, or None if the value is not on the rank."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):
@@ -131,7 +132,7 @@ def test_compiled(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, target: s
 
 @pytest.mark.parametrize("rows", [10, 6])
 def test_ints_that_ranks_share_unevenly(rows: int) -> None:
-    """10 rows over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1. And 6 rows over 3 ranks evenly, over 4: 2, 2, 2, 0."""
+    """10 rows are 4, 4, 2 on 3 ranks, and 3, 3, 3, 1 on 4 ranks. 6 rows are even on 3 ranks, and 2, 2, 2, 0 on 4 ranks."""
     dims = [(f"{rows}", "3"), (f"{rows}@x", "3"), (f"{rows}", "3@x")]
     held = [tuple(int(dim) if dim.isdigit() else dim for dim in layout) for layout in dims]
 
@@ -148,7 +149,7 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A chunk loop needs even shards. Routes are computed before the size is known."""
+    """A chunk loop needs even shards, because its routes are computed before the size is known."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 
@@ -168,7 +169,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
-    """Minimal traffic: the number of moved blocks equals the number of missing blocks on the other mesh."""
+    """The number of blocks that are sent equals the number of blocks that destination ranks lack."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)
     for have in layouts(old):

@@ -1,4 +1,4 @@
-"""Two stages on every pair of meshes, which may share ranks or order them differently: an unpacked tensor in one body stays whole."""
+"""Programs with two stages on every pair of meshes, which may share ranks or order them differently."""
 
 from __future__ import annotations
 

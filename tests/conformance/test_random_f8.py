@@ -1,8 +1,9 @@
-"""Random programs with 8-bit floats: quantisation and scaled matmuls under random shardings, checked, and interpreted against NumPy.
+"""Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. They are checked, and the interpreter's
+results are compared with NumPy.
 
-They cover both dtypes, all kinds of scales, even and uneven sizes, chunk loops by every algorithm, and functions. Norms, activations and
-gathers precede the products. Epilogues and reductions follow. Elements are 0, 2^i or 5 * 2^i, so that no quotient by a scale is near a tie:
-the reference in f64 and programs in f32 round equally.
+They cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
+activations and gathers precede the products. Epilogues and reductions follow them. Elements are 0, 2^i or 5 * 2^i. So no element divided
+by a scale is near a tie, and the reference in f64 and the program in f32 round to the same value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tenso
 
 
 class Writer:
-    """One program during tracing: rows x [M, K] pass through layers, each of which quantises them and multiplies them by weights."""
+    """Writes one program: rows x [M, K] pass through layers, each of which quantises them and multiplies them by weights."""
 
     def __init__(self, seed: int):
         self.draw = draw = random.Random(seed)
@@ -52,7 +53,7 @@ class Writer:
         self.sizes["M"] = draw.choice([8 * self.mesh.size, 24 * self.mesh.size] if even else [1, 5, 7, 18, 33])
         self.is_rounded = False  # True if values may be near a tie
         self.named = {"M"} if draw.random() < 0.5 else set()
-        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # cuBLASLt multiplies the columns of a rank
+        is_whole = step == 16 and self.sizes["N"] % (16 * self.mesh.size) == 0  # a rank has a multiple of 16 columns
         self.named |= {"N"} if draw.random() < 0.2 and is_whole else set()
         self.named |= {"K", "N"} if even and self.scaling == "block" and random.Random(~seed).random() < 0.5 else set()
         self.inputs: dict[str, hw.TensorType] = {}
@@ -78,12 +79,13 @@ class Writer:
         return ("K", "N") if i % 2 == 0 else ("N", "K")
 
     def declare(self, i: int) -> None:
-        """Inputs of layer i: weights [N, K] in 8 bits with scales, or in 16 and 32 bits, and weights of norms and epilogues."""
+        """Declares the inputs of layer i: weights [N, K] in 8 bits with scales, or in 16 or 32 bits, and the weights of norms and
+        epilogues."""
         draw, (k, n), m = self.draw, map(self.size, self.dims(i)), self.size("M")
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
             self.inputs["x"] = wide[self.sharded(m, k)]
-        is_known = self.scaling != "block" or not isinstance(k, str)  # sizes of inputs must not be quotients
+        is_known = self.scaling != "block" or not isinstance(k, str)  # because sizes of inputs must not be quotients
         if draw.random() < 0.5 and is_known:
             blocks = {"row": (n, 1), "tensor": (1, 1)}.get(self.scaling) or draw.choice([(n // 128, k // 128), (n, k // 128)])
             self.inputs[f"w{i}"] = draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2])[self.sharded(n, k)]
@@ -109,7 +111,7 @@ class Writer:
         return hw.reshard(t, *self.sharded(*t.shape)) if self.maybe(chance) else t
 
     def before(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> hw.Tensor:
-        """Returns the operand of the quantisation, made from x."""
+        """Returns the operand of the quantisation, computed from x."""
         kind = self.draw.choice(["none", "none", "negative", "relu", "double", "rms_norm", "silu", "residual"])
         self.is_rounded |= kind in ("rms_norm", "silu")
         match kind:
@@ -129,7 +131,7 @@ class Writer:
 
     def quantized(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> tuple[hw.Tensor, hw.Tensor]:
         dtype, delayed = self.draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2]), self.maybe(0.2)
-        if self.maybe(0.2):  # rows of several dims
+        if self.maybe(0.2):  # split rows into several dims
             split = hw.reshape(x, 1, *x.shape)
             values, scales = hw.quantize(split, self.scaling, dtype)
             return hw.reshape(values, *x.shape), hw.reshape(scales, *scales.shape[1:])
@@ -175,7 +177,7 @@ class Writer:
         return y.stream(self.draw.choice([0, 0, 0, 1]), chunks, algorithm=self.draw.choice([None, None, *GATHERS, *SCATTERS]))
 
     def fusion(self, loops: bool) -> Fusion:
-        """The program, with stated chunk loops or without. All other random choices stay the same."""
+        """The program, with chunk loops if `loops`. All other random choices do not depend on `loops`."""
         self.loops, self.results = loops, []
         state = self.draw.getstate()
 
@@ -205,7 +207,7 @@ class Writer:
 
 
 def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
-    """The program with its stated loops, or without them if those are refused."""
+    """Lowers the program with its chunk loops, or without them if they are refused."""
     with contextlib.suppress(ProgramError):
         fusion = writer.fusion(loops=True)
         return fusion, lower(fusion, options)
@@ -214,7 +216,8 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Compares each element. If single elements may round to either neighbour, compares the distance of the whole arrays."""
+    """Compares each element. If `is_rounded`, single elements may round to either neighbour, so it compares the norm of the whole
+    difference."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
     if is_rounded:
@@ -240,7 +243,8 @@ def options(seed: int) -> Options:
     )
 
 
-# 25: ranks that share one row. 40: ranks that share one block. 14: the text of a size that is divided twice. 87: named sizes of blocks.
+# Seed 25: several ranks have parts of one row. 40: several ranks have parts of one block. 14: a size that is divided twice. 87: named
+# sizes of blocks.
 @pytest.mark.parametrize("seed", [*range(16), 25, 40, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 700))])
 def test_every_rank_has_what_numpy_says(seed: int) -> None:
     writer = Writer(seed)
@@ -249,7 +253,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a program does this at a call with such sizes
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # as a call with such sizes does
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)
@@ -259,7 +263,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_compiled_programs(seed: int) -> None:
-    """The same on CPU ranks: quantisation, kernels of few rows and epilogues in C++."""
+    """The same programs on CPU ranks: tests the C++ of quantisation, kernels of few rows and epilogues."""
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     given, program = writer.arrays(seed), hw.compile(fusion, options=options(seed))

@@ -1,4 +1,5 @@
-"""Random programs over random meshes of some of the ranks, which may share ranks: checked, and interpreted against NumPy."""
+"""Random programs on random meshes of some of the ranks, which may overlap. They are checked, and the interpreter's results are compared
+with NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 
-SIZE = 72  # divides evenly over all of these meshes
+SIZE = 72  # a multiple of the number of ranks of all these meshes
 
 
 def some_ranks(draw: random.Random, world: Mesh) -> Mesh:
@@ -64,7 +65,7 @@ def program(seed: int) -> Fusion:
     return random_meshes
 
 
-@pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last seed: a view for one mesh, used on another mesh
+@pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last seed uses a view of one mesh on another mesh
 def test_every_rank_has_what_numpy_says(seed: int) -> None:
     fusion = program(seed)
     host = lower(fusion, hw.Options())

@@ -1,6 +1,6 @@
-"""Random programs of all kinds of ops under random shardings: checked, and interpreted against NumPy.
+"""Random programs of all kinds of ops with random shardings. They are checked, and the interpreter's results are compared with NumPy.
 
-They use each transport, sizes with and without chosen loops, functions, and donated inputs.
+They use each transport, loops that the compiler chooses, functions, and donated inputs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3})
-SIZES = {"A": 12, "B": 24, "C": 36}  # divide evenly over all of these meshes
-UNEVEN = {"A": 11, "B": 10, "C": 9}  # sizes of ints
+SIZES = {"A": 12, "B": 24, "C": 36}  # multiples of the numbers of ranks of all these meshes
+UNEVEN = {"A": 11, "B": 10, "C": 9}  # sizes that are written as ints
 ROWS = 5  # range of the indices
 TOLERANCE = 2e-3  # relative to the largest element, because some ops divide
 
 
 class Writer:
-    """A program during tracing: one tensor, with named dims, passes from op to op."""
+    """Writes one program: a tensor with named dims passes through a sequence of ops."""
 
     def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh
-        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that ranks hold one element of a dim
+        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that a rank has one index of a dim
         ints = draw.choice([SIZES, UNEVEN, one_each])
-        self.has_room = ints["A"] <= ints["C"]  # C can hold A rows
+        self.has_room = ints["A"] <= ints["C"]  # A rows fit into a dim of size C
         self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None
@@ -125,7 +125,7 @@ def _joined(w: Writer, t: hw.Tensor, axis: int) -> None:
         w.is_now(hw.concat([t, t + 1], axis=axis)[tuple(whole)] + hw.concat(hw.split(t, 2, axis=axis), axis=axis))
 
 
-# Last dims that an op needs; "ab" for two with any names.
+# Names of the last dims that an op needs; "ab" stands for any two dims.
 OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("", lambda w, t, axis: w.is_now(-t)),
     ("", _elementwise),

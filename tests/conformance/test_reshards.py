@@ -1,6 +1,6 @@
-"""Every change of layout, on meshes of one and two axes: each rank's block, against NumPy.
+"""Reshards between all shardings on meshes of one and two axes. The block of each rank is compared with NumPy.
 
-One program contains all changes on one mesh, to compile only once; it then runs at several sizes.
+One program contains all reshards on one mesh, so that it is compiled only once. It runs at several sizes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3
 
 
 def reshards(mesh: Mesh) -> Fusion:
-    """Reshards between all pairs of layouts."""
+    """Reshards between all pairs of shardings."""
     layouts = LAYOUTS[len(mesh.axes)]
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -57,7 +57,7 @@ def reshards(mesh: Mesh) -> Fusion:
 
 
 def reductions(mesh: Mesh) -> Fusion:
-    """Reductions with every dtype over a sharded dim: to all ranks, and to shards."""
+    """Reductions over a sharded dim with every dtype. The result is replicated or sharded."""
     axes = ",".join(name for name, _ in mesh.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -76,14 +76,15 @@ def kinds_of(dtype: DType) -> tuple[str, ...]:
 
 
 def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callable[[hw.Tensor], list[hw.Tensor]]) -> Fusion:
-    """Fusion that applies `results` to each input. Its source is generated, because parameters of a fusion are those of its function."""
+    """Fusion that applies `results` to each input. The source of its function is generated, because a fusion has the parameters of its
+    function."""
     scope: dict[str, Any] = {"results": results}
     exec(f"def {name}({', '.join(inputs)}):\n    return [y for x in ({', '.join(inputs)},) for y in results(x)]", scope)
     return hw.fusion(mesh=mesh, **inputs)(scope[name])
 
 
 def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
-    """For integers all elements differ; otherwise mostly ones or zeros, so that sums and products are exact in every dtype."""
+    """Inputs. Integers are all different. Inputs of other dtypes are mostly ones or zeros, so that sums and products are exact."""
     random = np.random.default_rng(seed)
     result = {}
     for value in fusion.inputs:
@@ -110,7 +111,7 @@ def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Arr
 
 
 def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
-    """Sizes that all ranks share evenly, and uneven ones if the program allows them, with empty shards."""
+    """Even sizes, and, if the program allows them, uneven sizes, some of which give empty shards."""
     even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
     uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
     return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}
@@ -161,7 +162,7 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
-    """One communication moves a value, for even and uneven sizes."""
+    """The program has only one communication for a value, which handles even and uneven sizes."""
     host = lowered(of, mesh)
     assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
     moved = Counter(name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in tree.names(i, "write"))

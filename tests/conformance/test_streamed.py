@@ -1,4 +1,4 @@
-"""Streamed gathers and reduce-scatters by every algorithm, one program per number of ranks."""
+"""Gathers and reduce-scatters in chunk loops with every algorithm, in one program per number of ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
-    """Gathers of different tensors for matmuls, and matmuls whose rows or columns are reduced and scattered.
+    """Program with gathers of different tensors before matmuls, and reduce-scatters of the rows or columns of matmuls.
 
-    Also all-reduces of rows, and a batch of matrices that is sharded by rows, then by columns.
+    It also has all-reduces of rows, and a batch of matrices that are sharded first by rows and then by columns.
     """
     t = hw.f32["B", "M@x", "N"]
 
@@ -28,7 +28,7 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
         summed = hw.reshard(a @ b, "M", "N").stream("M", chunks=2).named("rows_of_all")
         turned = hw.reshard(hw.copy(t), "B", "M", "N@x").stream("B", chunks=2).named("turned")
         scaled = []
-        for by in (gathers[0], "ring"):  # the loop has a kernel whose result overwrites the received chunk
+        for by in (gathers[0], "ring"):  # loops with a kernel whose result is in the memory of the received chunk
             arrived = hw.reshard(hw.copy(x), "M", "K").stream("M", chunks=chunks, algorithm=by)
             scaled.append(((arrived * 2).stream("M", chunks=chunks) @ w).stream("M", chunks=chunks).named(f"scaled_{by}"))
         rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, algorithm=by).named(f"rows_{by}") for by in scatters]

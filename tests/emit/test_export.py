@@ -1,4 +1,4 @@
-"""Exported projects, built by CMake: run on the CPU, compiled and linked for CUDA."""
+"""Exported projects are built by CMake. They run on the CPU target, and are compiled and linked for CUDA."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hostweave.host_ir.ir import HostProgram
 
 KERNELS = "programs/matmul_rs_flat/kernels.cu"
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may be from pip
 OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
-# cmake, ninja and settings, so that commands need not name them
+# Environment that selects cmake, ninja and settings, so that commands need not name them.
 QUICK = {
     **os.environ,
     "PATH": TOOLS,
@@ -56,7 +56,8 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """All projects are in one folder, so that the runtime is built once. The commands that `hostweave export` prints build them."""
+    """The commands that `hostweave export` prints build the projects. All projects are in one folder, so that the runtime is built
+    once."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
@@ -64,9 +65,9 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
 
     runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
-    build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
+    build(FUSIONS["matmul_rs_flat"], folder)  # has sends, recvs, matmuls and a kernel
     assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export did not change its sources
-    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even and uneven sizes, and a rank without elements
+    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even sizes, uneven sizes, and a rank without elements
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5
@@ -77,7 +78,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     usage = run(folder, "build/matmul_rs_flat", "--help")
     assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0
-    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # the chunks of its loop are equal
+    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # its loop needs equal chunks
     assert indivisible.returncode == 1
     assert "M = 66: must be a multiple of 4" in indivisible.stderr
 
@@ -94,12 +95,12 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
 
-    build(recurrent, folder)  # calls with separate structs
+    build(recurrent, folder)  # each call has a separate struct
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
 
-    build(attention, folder)  # for which the runtime has separate files
+    build(attention, folder)  # needs additional files of the runtime
     result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
@@ -181,7 +182,7 @@ def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=rf"export: {there} exists and {why}; move it, or choose another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
-        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # no other file was written, either
+        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # all files belong to this export
         if before:
             there.write_bytes(before)
         else:
@@ -196,7 +197,7 @@ HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 @needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
     """All projects are in one folder, so that the runtime is built once."""
-    for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here
+    for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # programs with kernels need nvcc
         build(FUSIONS[name], tmp_path, *for_cuda())
     if all(part.path for part in CUDA.cudnn):
         build(attention, tmp_path, *for_cuda())
@@ -217,7 +218,7 @@ def for_cuda() -> tuple[str, ...]:
 
 
 def test_what_is_configured_without_settings(tmp_path: Path) -> None:
-    """The target must be known, and the default build type is optimised."""
+    """An unknown target is an error, and the default build type is optimised."""
     hw.compile(FUSIONS["matmul_rs_flat"]).export(tmp_path)
     result = run(tmp_path, "cmake", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
     assert "HOSTWEAVE_TARGET is rocm: write cpu or cuda" in result.stderr

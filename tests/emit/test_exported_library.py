@@ -1,4 +1,4 @@
-"""Exports as libraries: two in one server, by add_subdirectory and installed, by the C++ and the C API."""
+"""Exports as libraries: a server uses two of them, by add_subdirectory and installed, with the C++ and the C API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# A parent project with its own settings sees only the targets of added programs.
+# A parent project with other settings. Added programs give it only targets.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)
@@ -47,7 +47,7 @@ def succeeds(folder: Path, *command: str) -> str:
 
 
 def each_rank(folder: Path, *command: str) -> list[str]:
-    """Output of two processes that find each other through a file."""
+    """Output of two processes that exchange the NCCL id through a file."""
     (folder / "id").unlink(missing_ok=True)
     started = [
         subprocess.Popen((*command, str(r), "2", "id"), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -103,7 +103,7 @@ def test_programs_of_one_build_are_of_one_version(tmp_path: Path) -> None:
 @needs_cuda
 @pytest.mark.extra("mpirun")
 def test_the_server_compiles_and_links_for_cuda(tmp_path: Path) -> None:
-    """Compiles the variant that joins through MPI."""
+    """Compiles the server with MPI."""
     export(tmp_path)
     succeeds(tmp_path, "cmake", "-S", str(PROGRAMS.parent), "-B", "build", f"-DPROGRAMS={tmp_path}", "-DSERVER_WITH_MPI=ON", *for_cuda())
     succeeds(tmp_path, "cmake", "--build", "build")

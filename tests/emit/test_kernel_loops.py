@@ -1,4 +1,4 @@
-"""Distribution of kernels over threads: vector widths and rows in registers. Results must not depend on it."""
+"""Schedules of kernels: vector widths, and rows in registers. Results must not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("optimised_kernels")
 
 
 def kernels(function: Any, **specs: Any) -> str:
-    """Generated kernels of a function of arrays."""
+    """Generated kernels of a function of tensors."""
     return hw.compile(hw.fusion(**specs)(function), target="cuda").sources["kernels.cu"]
 
 
@@ -138,7 +138,7 @@ def test_a_row_of_unknown_length_that_is_read_once_is_not_held() -> None:
     ("length", "dtype", "held"),
     [
         (4096, hw.bf16, ["x_ij", "weight_j", "bias_j"]),
-        (8192, hw.bf16, ["x_ij", "weight_j"]),  # with the bias, prefetched rows would exceed 16 KB
+        (8192, hw.bf16, ["x_ij", "weight_j"]),  # the bias is not prefetched, because prefetched rows would exceed 16 KB
         (8192, hw.f32, ["x_ij"]),
         (32768, hw.bf16, ["x_ij"]),
     ],
@@ -180,7 +180,7 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 
 def scaled_sums(x, scales):
-    """Sums with a factor per row: vectorised along the reduced dim."""
+    """Sums with a factor per row. The kernel is vectorised along the reduced dim."""
     return hw.sum(x * hw.expand_dims(scales, 1), 0)
 
 
@@ -191,7 +191,7 @@ def squares_and_sums(x, scales):
 
 @pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
 def test_columns_are_reduced_by_tiles_beside_vectors_and_with_every_element(function: Any) -> None:
-    """x is read along its rows, even if other operands are contiguous along its columns."""
+    """x is read along its rows, even if other operands are contiguous along the columns of x."""
     text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
     assert "hw::over_columns<kWidth>(4096)" in text
     assert "over_blocks" not in text
@@ -208,7 +208,7 @@ def test_sums_of_few_terms_take_neighbours() -> None:
 
 
 def test_sums_of_gathered_rows_take_neighbours_of_a_row() -> None:
-    """The index and the factor of a row are read once for all elements of a vector, and nothing reads the operand at other places."""
+    """The index and the factor of a row are read once for all elements of a vector. The operand is read only at the gathered rows."""
 
     def combined(x, places, weights):
         rows = hw.take_along_axis(hw.expand_dims(x, 1), hw.expand_dims(places, 2), 0)
@@ -229,7 +229,7 @@ def test_sums_of_few_terms_side_by_side_do_not() -> None:
 def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
     calls = ((hw.silu, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
     for op, call in calls:
-        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also with a second result of f32
+        for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also with a second result, in f32
             text = kernels(function, x=dtype["M", 8])
             assert call in text
             assert ("fast" in text) == bool(prefix)
@@ -250,7 +250,7 @@ def target(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192, 20000])
 def test_rows(length: int, is_known: bool, target: str) -> None:
-    """Rows held by a few threads of a warp, by a block, and not at all, for a norm and a softmax."""
+    """A norm and a softmax whose rows are in registers of a few threads of a warp, in registers of a block, or in memory."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
@@ -342,7 +342,7 @@ def test_divisions_by_one_divisor_are_divisions(target: str) -> None:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("shape", [(1, 16), (64, 128), (200, 72), (130, 33)], ids=str)
 def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str) -> None:
-    """Whole tiles, parts of tiles, and rows that are not aligned, in elements of 1, 2, 4 and 8 bytes."""
+    """Results with whole tiles, with partial tiles, and with rows that are not aligned, for elements of 1, 2, 4 and 8 bytes."""
     columns = shape[1] if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", columns], y=hw.f32["M", columns], z=hw.f64["M", columns], bias=hw.bf16[columns], scale=hw.f32["M", 1])
@@ -365,7 +365,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Shapes of less than a tile, several tiles, rows of several threads, and no columns."""
+    """Shapes smaller than a tile, of several tiles, with several threads per row, and without columns."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):

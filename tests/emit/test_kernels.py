@@ -1,4 +1,4 @@
-"""Generated kernels against NumPy. All cases of one dtype are one program, to compile only once."""
+"""Results of generated kernels compared with NumPy. All cases of one dtype are one program, so that it is compiled only once."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class Case:
 
 
 def of_table(dtype: str) -> dict[str, str]:
-    """Every elementwise op of the table with one or two tensors of this dtype."""
+    """Cases of every elementwise op of the op table, with one or two tensors of this dtype."""
     ops, operand = {}, types.DTYPES[dtype]["M", "N"]
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
             operands = ("a", "b")[: definition.arity]
-            with contextlib.suppress(ProgramError):  # op without this dtype
+            with contextlib.suppress(ProgramError):  # the op does not support this dtype
                 result = infer_type(Op(kind, operands, Value("y", operand)), [operand] * len(operands))
                 ops[kind] = f"%y: {result} = {kind}({', '.join(f'%{name}' for name in operands)})"
     return ops
@@ -116,7 +116,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Each case is a separate kernel, on the caller's stream."""
+    """Host program in which each case is a separate kernel on the caller's stream."""
     kernels, outputs, launches = [], [], []
     types = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}
     for case in cases:
@@ -129,7 +129,7 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Positive numbers, so that log and sqrt are defined; small, so that products of rows are finite."""
+    """Inputs. They are positive, so that log and sqrt are defined, and small, so that products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
@@ -141,7 +141,7 @@ def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[s
 
 
 def one_further(array: Any) -> Any:
-    """The same elements, shifted by one in the allocation."""
+    """Copy of the array that begins one element after the start of an allocation, so that it is not aligned."""
     memory = np.empty(array.size + 1, array.dtype)
     moved = memory[1:].reshape(array.shape)
     moved[...] = array
@@ -173,7 +173,7 @@ def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     compiled.close()
 
 
-# Kernels with several results. The second result overwrites %a.
+# Kernels with several results. The second result is in the memory of %a.
 SEVERAL = {
     "pointwise": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = subtract(%b, %a)\nreturn %h, %y",
     "chained": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
@@ -222,7 +222,7 @@ kernel @turned_{name}(%{name}: f32[B, {heads}, S, {length}]) {{
 
 
 def turned(op: str, heads: int, length: int = 64) -> HostProgram:
-    """Two launches on transposed heads: an addition of 4 heads, and another op on other heads."""
+    """Two launches on transposed heads: an addition on 4 heads, and `op` on `heads` heads."""
     launches = (("q", 4, 64, "add", "y"), ("k", heads, length, op, "z"))
     kernels = "".join(TURNED.format(name=name, heads=n, length=each, op=op) for name, n, each, op, _ in launches)
     body = "".join(
@@ -251,7 +251,7 @@ def test_kernels_that_differ_in_more_are_two(op: str, length: int) -> None:
 
 
 def test_kernels_of_many_ops() -> None:
-    """More ops in sequence than Python's recursion limit, and reductions of reductions."""
+    """A kernel with more consecutive ops than Python's recursion limit, and one with reductions of reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

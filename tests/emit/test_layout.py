@@ -1,4 +1,4 @@
-"""Layout of generated lines, which reimplements clang-format. CI compares golden files with the real one."""
+"""Layout of generated C++, which follows clang-format's rules. CI runs the real clang-format on the golden files."""
 
 from __future__ import annotations
 

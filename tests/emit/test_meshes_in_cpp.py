@@ -1,4 +1,4 @@
-"""C++ of meshes of some of the ranks."""
+"""Generated C++ for meshes of some of the ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_places() -> None:
 
 
 def test_names_that_the_user_has() -> None:
-    """Tensors called rank and route, and two meshes of the same ranks."""
+    """Tensors that are named rank and route, and two meshes of the same ranks."""
     first, turned = LINE.ranks([0, 1]), LINE.ranks([1, 0])
 
     @hw.fusion(mesh=LINE, rank=hw.f32["4@x", "6"].on(first), route=hw.f32["4", "6@x"].on(turned))

@@ -14,7 +14,7 @@ from hostweave.host_ir.ir import HostProgram
     ("name", "cpp"),
     [
         ("x", "x"),
-        ("_x", "x_1"),  # a leading underscore belongs to the compiler
+        ("_x", "x_1"),  # names with a leading underscore are reserved for the C++ compiler
         ("x_", "x_1"),  # a trailing underscore marks a member
         ("a__b", "a_b_1"),
         ("_", "v_1"),
@@ -78,7 +78,7 @@ def test_no_name_of_the_user_collides() -> None:
 
 
 def test_no_composed_name_collides() -> None:
-    """Local sizes are named after a size and axes, elements in kernels after a value and an index."""
+    """Names of local sizes contain a size and axes. Names of elements in kernels contain a value and an index."""
     mesh = hw.Mesh(a=2, b=2, a_b=2)
     sizes = {"x": hw.f32["N@a,b"], "y": hw.f32["N@a_b"], "z": hw.f32["N_a@a_b"], "w": hw.f32["N_block_2@a", "N_a_b@b"]}
 
@@ -92,7 +92,7 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """The meshes of data-parallel attention with a tensor-parallel MLP. Also tests axes in another order."""
+    """Two meshes as in a model with data-parallel attention and a tensor-parallel MLP, and a mesh with axes in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

@@ -1,7 +1,6 @@
 """User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
 
-They are collected from those files, so that none is forgotten. One program uses them for dims, inputs, axes, kernels, blocks,
-streams and indices.
+The names are collected from those files. Programs use them for dims, inputs, axes, kernels, blocks, streams and indices.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
-# Parameters of a constructor, in which user names are only members; and preprocessor words.
+# Names that cannot collide: parameters of constructors, in which user names are only members, and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
-# In these headers, user names are members or absent.
+# Headers in whose scope user names are only members, or do not occur.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
 
 def identifiers(text: str) -> set[str]:
-    """Unqualified identifiers in C++, without those that a template substitutes."""
+    """Unqualified identifiers in C++, without the parts that a template substitutes."""
     text = re.sub(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", " ", text, flags=re.S)
     text = re.sub(r"//.*|\"(?:[^\"\\\n]|\\.)*\"|^\s*#\s*include.*", " ", text, flags=re.M)
     return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", text))
@@ -56,7 +55,7 @@ def of_headers() -> set[str]:
 
 @cache
 def macros(*folders: Path) -> frozenset[str]:
-    """Macros that are defined if a program includes all headers of the runtime and, through them, all others."""
+    """Macros that are defined if a program includes all headers of the runtime, and indirectly all other headers."""
     headers = [f"hostweave/{path.name}" for path in (RUNTIME / "include" / "hostweave").glob("*.h")]
     text = "".join(f"#include <{header}>\n" for header in (*headers, *STANDARD))
     command = [str(find_compiler()), "-std=gnu++20", "-dM", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders), "-"]
@@ -115,22 +114,22 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """Collected names, and some of the macros. Reserved identifiers are reduced to the part that programs may contain."""
+    """Collected names, and some of the macros. If an identifier is reserved in C++, only the part that programs may contain is used."""
     found = of_templates() | of_headers() | C_FUNCTIONS
     defined = macros(*CPU_INCLUDES) if cuda.find_cuda().missing else macros(*CPU_INCLUDES) | macros(*folders_of("cuda"))
-    found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # the test of macros has them all
+    found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # another test uses all macros
     return sorted(name for name in found if not name.startswith("_") and name not in GRAMMAR)
 
 
 GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # keywords of the IR
 
 
-A_PROGRAM = 8  # maximum names per program, whose text grows quadratically
+A_PROGRAM = 8  # largest number of names per program, because the text of a program grows quadratically
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the programs of all names. For each kind of file, one file includes the files of all programs."""
+    """Folder with programs that use all names. For each kind of generated file, one file includes those of all programs."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):
@@ -142,7 +141,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("unusual_names")  # renders its programs once
+@pytest.mark.xdist_group("unusual_names")  # so that one worker renders the programs once
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
     includes = [f"-I{path}" for path in folders_of(target)]
@@ -154,8 +153,8 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """NVRTC takes a quarter of a second per kernel. So only names of templates and of C are compiled, and some other names that are not
-    macros."""
+    """Compiles only names of templates and of C, and some other names that are not macros, because NVRTC takes a quarter of a second per
+    kernel."""
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

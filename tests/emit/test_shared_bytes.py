@@ -1,4 +1,4 @@
-"""Comment in `prepare` about buffers that may share bytes, compared with the recorded live ranges of the same function."""
+"""The comment in `prepare` about buffers that may share bytes, compared with the live ranges that the function records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLANS = re.compile(r"^\w+ Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
 
 
 def groups(plan: str) -> list[list[str]]:
-    """Buffers of each item; a long item continues on the next line."""
+    """Groups of buffers in the comment. A long item continues on the next line."""
     comment = re.search(r"so these may share bytes:\n((?: *// .*\n)*)", plan)
     lines = re.sub(r"\n *// (?!- )", " ", "\n" + comment[1]) if comment else ""
     return [re.findall(r"\w+", item) for item in lines.split("// - ")[1:]]
@@ -27,7 +27,7 @@ def groups(plan: str) -> list[list[str]]:
 
 def in_use(plan: str) -> list[set[str]]:
     """Live buffers after each line."""
-    used: dict[str, str] = {}  # member -> its pool of streams
+    used: dict[str, str] = {}  # pool of streams of each member
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
         member, *rest = arguments.split(", ")
@@ -45,7 +45,7 @@ def in_use(plan: str) -> list[set[str]]:
 def test_what_may_share_bytes_is_never_in_use_at_once(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
-    assert shared or make.__name__ == "attention"  # a single call
+    assert shared or make.__name__ == "attention"  # which is a single call
     assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
     for plan in plans:
         for group in groups(plan):

@@ -1,4 +1,4 @@
-"""`hostweave export --wheel`: a Python module of an exported program, which does not need Hostweave."""
+"""`hostweave export --wheel` builds a Python module of a program that does not need Hostweave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recurrent(x, z, **given):
     return x, *states, hw.reshard(z + z, "S@zigzag(x)"), hw.sum(z, axis=0)
 '''
 
-# Runs with all ranks as threads, then one rank per process. Nothing imports Hostweave.
+# Runs all ranks as threads, and then one rank per process. Hostweave is not imported.
 USE = """
 import sys
 sys.modules["hostweave"] = None
@@ -107,17 +107,17 @@ def build(folder: Path, *options: str, patch: pytest.MonkeyPatch, capsys: pytest
     for name, value in QUICK.items():
         patch.setenv(name, value)
     patch.setenv("SKBUILD_CMAKE_BUILD_TYPE", "Debug")
-    patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # builds with the packages that are installed here
+    patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # builds with the installed packages
     (folder / "programs.py").write_text(PROGRAMS)
     assert main(["export", "--wheel", "2.1", *options, f"{folder / 'programs.py'}:recurrent", str(folder / "project")]) == 0
     return Path(capsys.readouterr().out.strip())
 
 
 def use(wheel: Path, folder: Path) -> list[str]:
-    """Installs the wheel alone, and returns the output of USE: with ranks as threads, and of each of two processes."""
+    """Installs only the wheel. Returns the output of USE with ranks as threads, and of each of two processes."""
     site = folder / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # next to the module, where pip installs it
+    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # next to the module, as pip installs it
     (folder / "use.py").write_text(USE)
     processes = [
         subprocess.Popen(

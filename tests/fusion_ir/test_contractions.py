@@ -1,4 +1,4 @@
-"""hw.einsum and hw.tensordot: traced ops, and errors."""
+"""Ops that hw.einsum and hw.tensordot trace, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"a": 2, "b": 3, "c": 4, "d": 5}
 
 
 def traced(make: Callable[..., Any], *shapes: str, mesh: hw.Mesh | None = None) -> hw.Fusion:
-    """Function of tensors whose dims are named by letters."""
+    """Traces a function of tensors whose dims are single letters."""
     inputs = {f"x{i}": hw.f64[tuple(SIZES[letter] for letter in shape) or ()] for i, shape in enumerate(shapes)}
     return hw.fusion(mesh=mesh, **inputs)(lambda **tensors: make(*tensors.values()))
 

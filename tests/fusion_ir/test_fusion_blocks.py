@@ -1,4 +1,4 @@
-"""Tracing and text of blocks: each is written once, before its callers. Errors have exact messages."""
+"""Tracing and text of blocks: each is in the text once, before its callers. Errors have exact messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
 
 
 def stack() -> tuple[Fusion, list[str]]:
-    """The program above, and the functions in the order in which they ran."""
+    """The program above, and the names of the Python functions in the order in which they were traced."""
     ran = []
 
     @hw.block(**TYPES)

@@ -1,4 +1,4 @@
-"""NumPy reference of each op, and tolerances that cover rounding."""
+"""The NumPy reference of each op, and tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_op_has_an_example() -> None:
     elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tests/programs/test_attention.py and test_attention_backward.py
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
-    )  # user kernels and internal ops
+    )  # user kernels, and ops that only passes create
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -128,7 +128,8 @@ def test_tolerance_covers_the_scores_of_a_softmax_and_not_much_more(head: int) -
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
 def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
-    """Grows with the square root of the number of terms: with 16 times as many terms of either sign a sum is 4 times as large."""
+    """The tolerance is proportional to the square root of the number of terms: a sum of 16 times as many random terms is about 4 times as
+    large."""
     for length in (1 << 10, 1 << 14, 1 << 26):
         assert tolerance(dtype, 16 * length).atol <= 4 * tolerance(dtype, length).atol
 
@@ -138,7 +139,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """Exported projects compare with this reference, so it covers every program with its functions, pipelines and slices."""
+    """Tests the reference of exported projects: every program on one device, with its functions, pipelines and slices."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

@@ -1,4 +1,4 @@
-"""Result of tracing."""
+"""Fusions that tracing returns."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """Values are named after variables of the function and of functions that it calls, also if a variable is assigned several times.
+    """Values are named after variables of the function, and of functions that it calls. A variable may be assigned several times.
 
     An argument keeps the name that its value had in the caller.
     """

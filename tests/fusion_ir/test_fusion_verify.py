@@ -1,4 +1,4 @@
-"""One invalid fusion for every rule of the verifier, with the exact message."""
+"""One invalid fusion for every rule of the verifier, and the exact message."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ STEPS = [
     "%y: f32[8@b,a, 6] = permute_shards(%x, axes=(a, b), sources=(0, 2, 1, 3))",
     "%y: f32[4@b, 6@a] = permute_shards(%u, axes=(a, b), sources=(0, 2, 1, 3))",
     "%y: f32[9, 6@b] = shard(%v, dim=1, axes=(b))",
-    "%y: f32[9@b, 6] = shard(%v, dim=0, axes=(b))",  # unevenly
+    "%y: f32[9@b, 6] = shard(%v, dim=0, axes=(b))",  # 9 is not a multiple of the ranks along b
     SUM + "%y: f32[6] = all_reduce(%s, axes=(a, b), reduction=sum)",
     SUM
     + "%y: f32[6@b] partial(sum, a) = reduce_scatter(%s, dim=0, axes=(b), reduction=sum)\n"
@@ -163,7 +163,7 @@ STEPS = [
     "%y: f32[9@b, 6] on mesh(b=3 of ranks 0..3) = transfer(%w, blocks="
     "[(3, 1) to (2, 1): 0[0] -> 0[0], 3[0] -> 0[1], 0[1] -> 1[0], 3[1] -> 1[1], 0[2] -> 2[0], 3[2] -> 2[1]])",
 ]
-# Inconsistent steps: (text of a valid step, replacement)
+# Reshard steps that do not match their types: the text of a valid step, and its replacement.
 WRONG = [
     (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
     (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it converts f32[8@a,b, 6] to f32[8@a, 6]; correct the type"),
@@ -198,11 +198,11 @@ WRONG = [
     *(
         (10, right, wrong, "its steps do not lead from f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
         for right, wrong in (
-            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # another block
-            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank without a block
+            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # a block that the destination does not need
+            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank that does not have the block
             ("3[0] -> 0[1]", "3[2] -> 0[1]"),
-            ("3[0] -> 0[1], ", ""),  # one block less
-            ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # one twice
+            ("3[0] -> 0[1], ", ""),  # one block is missing
+            ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # one block is sent twice
             ("(1, 2) to (2, 1)", "(1, 1) to (2, 1)"),
             ("(1, 2) to (2, 1)", "(2,) to (2, 1)"),
         )
@@ -210,7 +210,7 @@ WRONG = [
     *(
         (11, right, wrong, "its steps do not lead from f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
         for right, wrong in (
-            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # assumes even shards
+            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # routes for even shards
             ("(3, 1) to (2, 1)", "(6, 1) to (4, 1)"),
         )
     ),

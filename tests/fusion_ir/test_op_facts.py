@@ -1,4 +1,4 @@
-"""Facts in the op table that passes rely on, tested over a finite field: linearity, and shardings of dims."""
+"""Tests properties in the op table that passes rely on, over a finite field: linearity, and dims that may be sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hostweave.fusion_ir.ops.reductions import as_term
 
 SIZES = {"M": 4, "N": 6, "H": 4, "G": 2, "S": 4, "T": 6}
 SEEDS = 3
-RANKS = 2  # ranks of a sharded dim
+RANKS = 2  # number of ranks that shard a dim
 
 
 def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:
@@ -34,7 +34,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # restricted to floats or to some dims
+OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # examples for ops that only accept floats or some dims
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
 }
@@ -62,7 +62,7 @@ def gradients() -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """An op with two independent sets of operands."""
+    """An op, and two independent sets of operands."""
 
     op: Op
     fusion: Fusion
@@ -121,7 +121,7 @@ def expect_linear(case: Case, fact: str) -> None:
     shape = next(x.value.shape for x in xs if isinstance(x, Lanes))
     zero = np.zeros(shape)
     xs, ys = ([x if isinstance(x, Lanes) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
-    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # makes operands differ if one value is used twice
+    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # so that operands differ, even if one value is used twice
     with np.errstate(all="ignore"):
         if fact == "first":
             assert same(case.run([add(xs[0], ys[0]), *xs[1:]]), add(case.run(xs), case.run([ys[0], *xs[1:]])))
@@ -143,9 +143,9 @@ def test_what_is_not_linear_is_seen(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits each label of the op's indices, and checks that blocks of operands give a block of the result or a term.
+    """Splits the dims of each index label of an op. Tests that blocks of the operands give a block, or a partial sum, of the result.
 
-    Returns the number of labels.
+    Returns the number of tested labels.
     """
     types = operand_types(case.op, {name: value.type for name, value in case.fusion.values().items()})
     indices, definition, tried = index_map(case.op, types), OPS[case.op.kind], 0
@@ -157,8 +157,8 @@ def expect_shared(case: Case) -> int:
             for rank in range(RANKS)
         ]
         if any(part is None for block in blocks for part in block):
-            continue  # odd size
-        if case.op.kind in GROUPED and label == "t":  # groups are rows of all ranks: a rank knows the number of its first one
+            continue  # a dim of odd size cannot be halved
+        if case.op.kind in GROUPED and label == "t":  # groups count rows of all ranks, so a rank needs the index of its first row
             blocks = [[*block, rank * len(block[0])] for rank, block in enumerate(blocks)]
         whole = case.run(case.operands[0])
         if label in indices.result:

@@ -1,4 +1,5 @@
-"""Repeats: which calls become one, their text and rules, results against NumPy, and faults that the check finds in their loops."""
+"""Repeats: which calls become a repeat, text, verifier rules, results compared with NumPy, and faults that the check finds in their
+loops."""
 
 from __future__ import annotations
 
@@ -87,9 +88,9 @@ def test_calls_that_repeat_are_one(backward: bool) -> None:
     ("function", "repeats"),
     [
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_1"]), 1),
-        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # names that do not count up
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # names without consecutive numbers
         (lambda layer, x, w: layer(layer(x, w["w_1"]), w["w_0"]), 1),
-        (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # an op computes between the calls
+        (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # another op is between the calls
         (lambda layer, x, w: layer(x, w["w_0"]) + layer(x, w["w_1"]), 1),
         (lambda layer, x, w: layer(x, w["w_0"]), 0),
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_0"]), 1),
@@ -204,7 +205,8 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_take_the_tensor_before_theirs(count: int, backward: bool) -> None:
-    """The backward pass takes the input of each layer, a result of the previous layer. Gradients are sharded at their use."""
+    """The backward pass uses the input of each layer, which is a result of the previous layer. Gradients are resharded where they are
+    used."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

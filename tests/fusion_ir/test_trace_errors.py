@@ -1,4 +1,4 @@
-"""Errors of tracing, each with the exact message."""
+"""Errors of tracing, with their exact messages."""
 
 from __future__ import annotations
 

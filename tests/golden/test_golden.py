@@ -1,4 +1,4 @@
-"""Golden files of every program: the IR after each pass that changes it, and the C++.
+"""Golden files of every program: its IR after each pass that changes the program, and its C++.
 
 `pytest --update-golden` rewrites them.
 """
@@ -31,20 +31,20 @@ ATTENTION = {
 
 @hw.fusion(mesh=hw.Mesh(dp=4), x=bf16["M@dp", "K"], up=bf16["N@dp", "K"], down=bf16["N", "K@dp"])
 def weights_by_columns(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
-    """Two weights sharded by columns: one is transposed, and the other one's gather can overlap with a matmul."""
+    """Two weights that are sharded by columns. One is transposed. The gather of the other can overlap with a matmul."""
     h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
     return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
 
 
 @hw.fusion(mesh=hw.Mesh(x=4), x=bf16["M@x", "K"], dh=bf16["M", "N@x"])
 def weights_gradient(x: hw.Tensor, dh: hw.Tensor) -> hw.Tensor:
-    """Gradient of weights: sharded rows are gathered as stored, and transposed afterwards."""
+    """Gradient of a weight: sharded rows are gathered in their stored layout, and transposed by a view of the result."""
     return hw.matmul(x.T, dh)
 
 
 @hw.fusion(mesh=hw.Mesh(tp=4), table=bf16["V@tp", "D"], ids=hw.i32["T"], scores=hw.f32["T@tp", "S"])
 def vocabulary(table: hw.Tensor, ids: hw.Tensor, scores: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
-    """An embedding of a sharded vocabulary, and a causal mask of sharded rows: each rank numbers its own rows."""
+    """An embedding of a sharded vocabulary, and a causal mask of sharded rows, for which each rank needs the indices of its rows."""
     is_past = hw.iota(scores, 0)[:, None] >= hw.iota(scores, 1)[None, :]
     return hw.embedding(ids, table), hw.where(is_past, scores, float("-inf"))
 
@@ -61,15 +61,15 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the stages that differ from their predecessors, and its C++."""
+    """A program, its IR after each pass that changes it, and its C++."""
 
     name: str
     stages: dict[str, Fusion | HostProgram]
     host: HostProgram
 
     def files(self) -> dict[str, str]:
-        """Files in the folder of the program, path -> text: its C++ sources, and one file per stage."""
-        cpp = {path: text for path, text in render(self.host).items() if path != HOST_IR}  # which is the last stage
+        """Text of each file in the folder of the program: C++ sources, and one file per pass that changes the program."""
+        cpp = {path: text for path, text in render(self.host).items() if path != HOST_IR}  # the host IR is the last stage
         return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **cpp}
 
 
