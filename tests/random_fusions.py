@@ -238,8 +238,7 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Matmul in a chunk loop, with any algorithm: its operand is gathered for one or several matmuls, or its partial sums are reduced.
-    """
+    """Matmul in a chunk loop, with any algorithm: its operand is gathered for one or several matmuls, or its partial sums are reduced."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
