@@ -45,7 +45,7 @@ def in_use(plan: str) -> list[set[str]]:
 def test_what_may_share_bytes_is_never_in_use_at_once(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
-    assert shared or make.__name__ == "attention"  # which is a single call
+    assert shared or make.__name__ == "attention"  # attention is a single call
     assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
     for plan in plans:
         for group in groups(plan):
