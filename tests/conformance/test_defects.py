@@ -14,7 +14,7 @@
 | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
 | two groups of ranks share one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
 | channels are made at every call, or never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
-| a channel is created on the current device instead of the rank's, or the device's number is used as rank | ../runtime/test_processes; ../runtime/test_providers |
+| a channel is on the current device, or the index of the device is used as rank | ../runtime/test_processes; ../runtime/test_providers |
 | a collective inside a condition on the rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
 | an unused communication is not removed, or is removed only on some ranks | test_what_nobody_needs, ../passes/test_decompose_reshards |
 | communications of two channels have different orders on different ranks | ../passes/test_serialize_channels, ../analysis/test_check |
