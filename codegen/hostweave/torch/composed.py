@@ -296,8 +296,7 @@ def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.T
         return scatter_reduce(x, 0, index.reshape(()), source.reshape(()), reduce, include_self)
     dim = dim % x.ndim
     spread = index.view(-1, *[1] * (x.ndim - 1 - dim)).expand(source.shape)
-    names = {"mean": "mean", "prod": "prod", "amax": "amax", "amin": "amin"}
-    return scatter_reduce(x, dim, spread, source, names[reduce], include_self)
+    return scatter_reduce(x, dim, spread, source, reduce, include_self)
 
 
 def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:

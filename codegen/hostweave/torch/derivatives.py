@@ -48,15 +48,15 @@ class Derivatives:
             def stand_in(given: list[Any], number: int) -> Any:
                 return ops.layer(given, [], number, layer.path)
 
-            return _applied(stand_in, stand_in, first, first.differentiable, first.reached, first.differentiable, taken)
+            return _OpOfLayer(stand_in, stand_in, first, first.differentiable, first.reached, first.differentiable).results(taken)
         first = self._firsts[key] = _FirstDerivative(layer.path, next(numbers), next(numbers))
-        begun = _applied(_begin, ops.layer_ends, first, first.reached, first.reached, _with_gradients(taken), taken)
+        begun = _OpOfLayer(_begin, ops.layer_ends, first, first.reached, first.reached, _with_gradients(taken)).results(taken)
         results = compute(*begun)
         first.differentiable += _with_gradients(results)
         first.reached += _reached(results, begun)
         results_of[first.number] = list(map(laid_out, results))
         results_of[first.derivative] = [laid_out(taken[place]) for place in first.reached]
-        return _applied(ops.layer_ends, _begin, first, first.differentiable, first.differentiable, first.differentiable, results)
+        return _OpOfLayer(ops.layer_ends, _begin, first, *[first.differentiable] * 3).results(results)
 
     def write_out(self, graph: FxGraph) -> None:
         """Replaces the ops for equal layers, and for their derivatives, by copies of the nodes of the traced layer."""
@@ -98,44 +98,33 @@ def _begin(taken: list[Any], number: int) -> Any:
     return ops.layer_begins(taken, [], number)
 
 
-Positions = list[int]
-TracedOp = Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
+@dataclass(eq=False)
+class _OpOfLayer:
+    """An op of a layer. Its derivative is another op. That op takes the gradients of the results with indices `given`, and returns the
+    gradients of the values with indices `made`."""
 
+    op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
+    derivative: Callable[[list[Any], int], Any]
+    first: _FirstDerivative
+    given: list[int]
+    made: list[int]
+    differentiable: list[int]
 
-def _applied(
-    op: TracedOp,
-    derivative: TracedOp,
-    first: _FirstDerivative,
-    given: Positions,
-    made: Positions,
-    differentiable: Positions,
-    values: Sequence[torch.Tensor],
-) -> Sequence[torch.Tensor]:
-    """Results of an op of a layer. Its derivative is another op. That op takes the gradients of the results with indices `given`, and
-    returns the gradients of the values with indices `made`."""
-    results: Sequence[torch.Tensor] = _Applied.apply(op, derivative, first, given, made, differentiable, *values)  # type: ignore[no-untyped-call]
-    return results
+    def results(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        made: Sequence[torch.Tensor] = _Applied.apply(self, *values)  # type: ignore[no-untyped-call]
+        return made
 
 
 class _Applied(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        op: TracedOp,
-        derivative: TracedOp,
-        first: _FirstDerivative,
-        given: Positions,
-        made: Positions,
-        differentiable: Positions,
-        *values: torch.Tensor,
-    ) -> Any:
-        ctx.derivative, ctx.first, ctx.given, ctx.made, ctx.count = derivative, first, given, made, len(values)
-        results = tuple(op(list(values), first.number))
-        ctx.mark_non_differentiable(*(one for place, one in enumerate(results) if place not in differentiable))
+    def forward(ctx: Any, of: _OpOfLayer, *values: torch.Tensor) -> Any:
+        ctx.of, ctx.count = of, len(values)
+        results = tuple(of.op(list(values), of.first.number))
+        ctx.mark_non_differentiable(*(one for place, one in enumerate(results) if place not in of.differentiable))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        found = ctx.derivative([gradients[place] for place in ctx.given], ctx.first.derivative)
-        of = dict(zip(ctx.made, found, strict=True))
-        return *(None for _ in range(6)), *(of.get(place) for place in range(ctx.count))
+        found = ctx.of.derivative([gradients[place] for place in ctx.of.given], ctx.of.first.derivative)
+        made = dict(zip(ctx.of.made, found, strict=True))
+        return None, *(made.get(place) for place in range(ctx.count))

@@ -130,24 +130,25 @@ def _turned(
     return y, swapped, _Kernel(kernel.sizes, (1,) * len(kernel.sizes), kernel.dilation, kernel.groups, is_reversed=True)
 
 
+def _geometry(
+    weight: hw.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool, more: Any, groups: int
+) -> tuple[_Kernel, Sequence[int], bool, Sequence[int]]:
+    """The kernel of a convolution, its padding, whether it is transposed, and its output padding."""
+    stride, padding, dilation, more = (_each(sizes, weight.ndim - 2) for sizes in (stride, padding, dilation, more))
+    return _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups), padding, transposed, more
+
+
 @aten("convolution.default")
 def _convolution(
     result: Result,
     x: hw.Tensor,
     weight: hw.Tensor,
     bias: hw.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
+    *geometry: Any,
 ) -> hw.Tensor:
-    count = weight.ndim - 2
-    padding = _each(padding, count)
-    kernel = _Kernel(tuple(map(int, weight.shape[2:])), _each(stride, count), _each(dilation, count), groups)
+    kernel, padding, transposed, output_padding = _geometry(weight, *geometry)
     if transposed:
-        x, weight, kernel = _turned(result, x, weight, kernel, padding, _each(output_padding, count))
+        x, weight, kernel = _turned(result, x, weight, kernel, padding, output_padding)
     else:
         x = _widened(result, x, padding, padding)
     return kernel.outputs(result, x, weight, bias, result.shape[2:])
@@ -160,17 +161,10 @@ def _convolution_backward(
     x: hw.Tensor,
     weight: hw.Tensor,
     bias_sizes: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    mask: Sequence[bool],
+    *geometry: Any,
 ) -> tuple[hw.Tensor | None, ...]:
-    count = weight.ndim - 2
-    padding, stride, dilation = _each(padding, count), _each(stride, count), _each(dilation, count)
-    kernel = _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups)
+    *geometry_of_forward, mask = geometry
+    kernel, padding, transposed, _ = _geometry(weight, *geometry_of_forward)
     dx = dw = None
     if transposed:
         wide_dy = _widened(result, dy, padding, padding)
@@ -178,14 +172,11 @@ def _convolution_backward(
         dw = kernel.weights(result, wide_dy, x, weight.shape) if mask[1] else None
     else:
         if mask[0]:
-            reach = [(int(n) - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in zip(dy.shape[2:], *_of(kernel, padding), strict=True)]
+            dims = zip(dy.shape[2:], kernel.stride, padding, kernel.dilation, kernel.sizes, strict=True)
+            reach = [(int(n) - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in dims]
             more = [int(size) - seen for size, seen in zip(x.shape[2:], reach, strict=True)]
             of_dy, turned, own = _turned(result, dy, weight, kernel, padding, more)
             dx = own.outputs(result, of_dy, turned, None, x.shape[2:])
         dw = kernel.weights(result, _widened(result, x, padding, padding), dy, weight.shape) if mask[1] else None
     db = cast(hw.sum(wide(dy, result), (0, *range(2, dy.ndim))), result.dtype) if mask[2] else None
     return dx, dw, db
-
-
-def _of(kernel: _Kernel, padding: Sequence[int]) -> tuple[Sequence[int], ...]:
-    return kernel.stride, padding, kernel.dilation, kernel.sizes
