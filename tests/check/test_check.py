@@ -158,18 +158,18 @@ RULES = {
     ),
     "counts of a send and its recv": (
         f"%x_0 = select %x[0: 0]\ngroup {{\nsend %x_0 to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 4 f32, and it meets a recv of 8 f32, "
+        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 4 f32, but the matching recv expects 8 f32, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "dtypes of a send and its recv": (
         f"%b = allocate i32[2, N]\nfill %b with 1.0\ngroup {{\nsend %b to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 8 i32, and it meets a recv of 8 f32, "
+        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 8 i32, but the matching recv expects 8 f32, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "reductions of one collective": (
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce max %x -> %y on x\n}",
         "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: all_reduce max %x -> %y on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -177,7 +177,7 @@ RULES = {
         "%x_0 = select %x[0: 0]\n%y_0 = select %y[0: 0]\ncopy %x -> %y\n"
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce sum %x_0 -> %y_0 on x\n}",
         "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -185,14 +185,14 @@ RULES = {
         "%b = allocate f32[2, N]\nif rank.x == 0 {\nall_reduce sum %x -> %y on x\n}\nbroadcast %x -> %b from 0 on x\n"
         "if rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
         "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: broadcast %x -> %b from 0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "roots of one broadcast": (
         "broadcast %x -> %y from rank.x on x",
         "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -205,7 +205,7 @@ RULES = {
         "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\ncollective_permute %b -> %y from [1, none] on x\n} else {\n"
         "collective_permute %b -> %y from [none, 0] on x\n}",
         "text:5: rank 0, the caller's stream: collective_permute %b -> %y from [1, none] on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: collective_permute %b -> %y from [none, 0] on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
@@ -257,8 +257,7 @@ RULES = {
     ),
     "a section outside of its dim": (
         "%v = slice %x[0: 1 from rank.x * 2]",
-        "text:2: rank 1, the caller's stream: %v = slice %x[0: 1 from rank.x * 2]: 1 from 2 are outside of 0..2: "
-        "keep the slice inside the dim",
+        "text:2: rank 1, the caller's stream: %v = slice %x[0: 1 from rank.x * 2]: indices 2..3 exceed 0..2: keep the slice inside the dim",
     ),
     "a peer outside of its process group": (
         "send %x to rank.x + 1 on x",

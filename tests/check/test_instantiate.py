@@ -159,6 +159,6 @@ def test_sizes_that_no_search_finds_end_it() -> None:
 @pytest.mark.parametrize("count", [2**32, 2**17])
 def test_a_loop_of_more_steps_than_can_be_checked(count: int, body: str) -> None:
     program = host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=2) {{\n  for %i in 0..{count} {{\n    {body}\n  }}\n}}\n")
-    why = "the rank takes more than 65536 steps of loops, the most that can be checked; use fewer"
+    why = "the loops of the rank have more than 65536 iterations, the most that can be checked; use fewer"
     with pytest.raises(ProgramError, match=rf"^text:2: rank 0, .* for %i in 0\.\.{count}: {why}"):
         instantiate(program, {"M": 4})

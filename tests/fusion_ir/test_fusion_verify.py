@@ -28,11 +28,11 @@ AS_GIVEN = [
     ("%y: f32[4] = select(%x, axis=2, index=0)", "text:2: select: axis=2 is out of range; f32[8@x, 4] has dims 0 to 1"),
     (
         "%y: f32[3, 4] = slice(%x, axis=0, start=2, step=3)",
-        "text:2: slice: 3 from 2 by 3 are outside of dim 0 of f32[8@x, 4]; it goes from 0 to 7",
+        "text:2: slice: 3 elements from index 2 by step 3 exceed dim 0 of f32[8@x, 4]; indices go from 0 to 7",
     ),
     (
         "%y: f32[0, 4] = slice(%x, axis=0, start=9, step=1)",
-        "text:2: slice: 0 from 9 by 1 are outside of dim 0 of f32[8@x, 4]; it goes from 0 to 7",
+        "text:2: slice: 0 elements from index 9 by step 1 exceed dim 0 of f32[8@x, 4]; indices go from 0 to 7",
     ),
     ("%y: f32[3, 4] = slice(%x, axis=0, start=2, step=0)", "text:2: slice: step=0 is not at least 1"),
     (
@@ -281,7 +281,11 @@ ALONE = "stream of %y: an op in a loop states only its dim and its algorithm; wr
 LOOPS = [
     ("4 chunks across_shards", "", ALONE),
     ("4 chunks across_shards", "stream(0, 4)", ALONE),
-    ("4 chunks across_shards", "stream(0, p2p)", "stream of %y: by p2p, but a negative does not communicate; stream the reshard"),
+    (
+        "4 chunks across_shards",
+        "stream(0, p2p)",
+        "stream of %y: it has the algorithm p2p, but a negative does not communicate; stream the reshard",
+    ),
     ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 steps; use 1 to 4096"),
     ("M chunks across_shards", "stream(0)", "loop of %y: M chunks; give a number"),
     ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps, but takes 8 indices; write one step per index"),

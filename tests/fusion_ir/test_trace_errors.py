@@ -77,7 +77,7 @@ ERRORS = {
     "permute_dims": (
         "return hw.permute_dims(x, (0, 0))",
         {},
-        "4: permute_dims: axes=(0, 0) is not an order of the 2 dims of bf16[M, K]; name each once",
+        "4: permute_dims: axes=(0, 0) is not a permutation of the 2 dims of bf16[M, K]; name each dim once",
     ),
     "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
     "reshape": (
@@ -102,7 +102,7 @@ ERRORS = {
         {"x": "hw.f32[8, 4]"},
         "4: indexing: Tensor(bool[8, 4]) is neither an int, a slice, None nor '...'; choose by values with hw.where(condition, x, 0)",
     ),
-    "indices": ("return x[:, :, :]", {}, "4: indexing: 3 dims of bf16[M, K], which has 2; leave some out"),
+    "indices": ("return x[:, :, :]", {}, "4: indexing: 3 keys for the 2 dims of bf16[M, K]; leave some out"),
     "index twice": ("return x[..., 0, ...]", {}, "4: indexing: '...' is given twice; write ':' for each dim instead"),
     "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside of dim 0 of f32[8, 4]; it goes from 0 to 7"),
     "slice outside": (
@@ -173,7 +173,11 @@ ERRORS = {
         {},
         "4: pad: ((0, 1), (2, 3)) is not a list of (before, after) for up to 2 dims of bf16[M, K], the last dim first",
     ),
-    "pad widths": ("return hw.pad(x, (-1, 2))", {}, "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to take less"),
+    "pad widths": (
+        "return hw.pad(x, (-1, 2))",
+        {},
+        "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to remove elements",
+    ),
     "pad mode": (
         "return hw.pad(x, (1, 2), mode='reflect')",
         {},

@@ -45,7 +45,7 @@ BODIES = {
         "text:2: @t: send_blocks %x in [] by [] on x: a buffer has at least one block: cut it into 1 or more"
     ),
     "send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x": (
-        "text:2: @t: send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x: 0[4] -> 1[0]: there are 4 blocks, the last one 3"
+        "text:2: @t: send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x: 0[4] -> 1[0]: there are 4 blocks, from 0 to 3"
     ),
     # names
     "copy %q -> %y": "text:2: @t: copy %q -> %y: %q is used before its definition: define it above, in this body or around it",
@@ -133,7 +133,7 @@ BODIES = {
     "%a = allocate f8e4m3[32, 16]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 1]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
         "text:6: @t: matmul %a, %b scales %s, %s -> %y2: scales f32[32, 1] and f32[32, 1] do not fit f8e4m3[32, 16] and f8e4m3[16, 32]; "
-        "they are [1, 1] and [1, 1], [M, 1] and [1, N], or [M or M/128, K/128] and [K/128, N or N/128]"
+        "they must be [1, 1] and [1, 1], [M, 1] and [1, N], or [M or M/128, K/128] and [K/128, N or N/128]"
     ),
     "%a = allocate f8e4m3[32, 16]\n%b = allocate f8e4m3[16, 32]\n%s = allocate f32[1, 1]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
@@ -157,7 +157,7 @@ BODIES = {
         "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
     ),
     "%b = allocate f32[4, 4]\n%v = select %b[1: 0]\nmatmul %x, %b bias %v -> %y": (
-        "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, which a bias must be: copy it to a contiguous buffer first"
+        "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, but a bias must be: copy it to a contiguous buffer first"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b activation gelu -> %y": (
         "text:3: @t: matmul %x, %b activation gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
@@ -318,7 +318,7 @@ CALLS = {
     "call @b %x -> %x": "text:3: @t: call @b %x -> %x: %x is an input and may not be written: allocate a buffer",
     "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: pass a separate buffer for each output",
     "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
-        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a function needs: copy it to a contiguous buffer first"
+        "text:5: @t: call @b %v -> %y: %v is not contiguous, but a function needs contiguous buffers: copy it to a contiguous buffer first"
     ),
     "stream ring[0] {\ncall @b %x -> %y\n}": (
         "text:4: @t: call @b %x -> %y: a function runs on the caller's stream: move the call out of the stream block"

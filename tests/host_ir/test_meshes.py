@@ -254,7 +254,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             "send_blocks %x in 2 by [0[2] -> 2[0]] on x\n",
-            "text:2: @t: send_blocks %x in 2 by [0[2] -> 2[0]] on x: 0[2] -> 2[0]: there are 2 blocks, the last one 1",
+            "text:2: @t: send_blocks %x in 2 by [0[2] -> 2[0]] on x: 0[2] -> 2[0]: there are 2 blocks, from 0 to 1",
         ),
         (
             "recv_blocks %y in 2 by [0[2] -> 7[0]] on x\n",
@@ -294,7 +294,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on x\n}\n" + RECV,
-            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 8 f32, and it meets a recv of 16 f32, "
+            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 8 f32, but the matching recv expects 16 f32, "
             "rank 2, the caller's stream: recv %y from rank - 2 on x: make them equal",
         ),
         (

@@ -173,7 +173,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "bias of a row": (lambda q, k, n: hw.attention_backward(q, k, k, q, q, hw.sum(q, -1), bias=q[0, 0, 0]), "output|lse is"),
     "packed keys": (
         lambda q, k, n: hw.attention(q, k, k, offsets=n),
-        r"packed sequences need as many queries as keys, which bf16\[B, 4, S, 16\] and bf16\[B, 4, T, 16\] are not; pad them",
+        r"packed sequences need as many queries as keys, but queries are bf16\[B, 4, S, 16\] and keys bf16\[B, 4, T, 16\]; pad them",
     ),
     "offsets": (
         lambda q, k, n: hw.attention(q, q, q, offsets=n[0]),

@@ -83,7 +83,7 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
         ),
         (
             lambda x: hw.collective_permute(x, 1, [None, 0, 1]),
-            "collective_permute: 3 blocks do not divide dim 1 of f32[M@x, 8]; give as many sources as divide it",
+            "collective_permute: 3 blocks do not divide dim 1 of f32[M@x, 8]; give a number of sources that divides it",
         ),
         (
             lambda x: hw.collective_permute(x, 2, [0]),

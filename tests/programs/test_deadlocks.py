@@ -76,7 +76,7 @@ CASES = {
     ),
     "counts": (
         COUNTS,
-        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 4 f32, and it meets a recv of 2 f32, "
+        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 4 f32, but the matching recv expects 2 f32, "
         "rank 1, the caller's stream: recv %half from 0 on x: make them equal",
         "counts: mismatch: the counts differ: 4 and 2\n"
         "  rank 0 stream S: send x over communicator C (program.cpp:L)\n"
@@ -85,7 +85,7 @@ CASES = {
     "roots": (
         ROOTS,
         "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
-        "and meets a different collective, "
+        "but another rank calls a different one, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
         "roots: mismatch: the roots differ: 0 and 1\n"

@@ -197,9 +197,9 @@ SLICES: dict[str, tuple[Traced, str]] = {
     ),
     "a dtype": (
         lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)),
-        "does not go into f32\\[4, N\\]; use hw.astype",
+        "cannot write f16.* to f32\\[4, N\\]; use hw.astype",
     ),
-    "a number": (lambda x, u, at: hw.dynamic_update_slice(x, 1.0, (at, 0)), "1.0 does not go into f32\\[4, N\\]"),
+    "a number": (lambda x, u, at: hw.dynamic_update_slice(x, 1.0, (at, 0)), "cannot write 1.0 to f32\\[4, N\\]"),
     "an update": (lambda x, u, at: hw.dynamic_update_slice(x, hw.concat([u] * 5), (at, 0)), "5 elements exceed dim 0"),
 }
 

@@ -145,7 +145,7 @@ def test_what_does_not_fit() -> None:
     fails("is not an i32 for each group", ends=hw.i32["K"])
     fails("not defined for i32", x=hw.i32["T", "K"], w=hw.i32["E", "K", "N"])
     fails("are not", x=hw.f32["T", "K", 2])
-    fails("differ in their rows", x=hw.f32["K", "T"], w=hw.f32["K", "N"])
+    fails("differ in their number of rows", x=hw.f32["K", "T"], w=hw.f32["K", "N"])
     with pytest.raises(ProgramError, match="cut into groups"):
         hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T@x", "K"], w=hw.f32["E", "K", "N"], ends=hw.i32["E"])(
             lambda x, w, ends: hw.grouped_matmul(x, w, ends).stream("T", chunks=2)

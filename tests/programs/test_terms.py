@@ -202,7 +202,7 @@ def test_the_verifier() -> None:
         (program(KERNEL.replace("all_reduce(%p", "all_reduce(%x")), "must begin with the all_reduce of %p"),
         (
             program(KERNEL.replace("reduction=sum", "reduction=max")),
-            "has a max of f32, and kernels only sum f16, bf16, f32: use all_reduce",
+            "has a max of f32, but kernels only sum f16, bf16, f32: use all_reduce",
         ),
         (program(KERNEL.replace("axes=(tp)", "axes=(dp)")), "is along dp: use a channel along these axes, of at most 8 ranks"),
         (program(body=f"if rank == 0 {{ {BODY} }}"), "a collective is not allowed under `if rank == 0`"),

@@ -98,7 +98,7 @@ def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | Non
     if one.instruction.posts == "send":
         sent, taken = one.accesses[0].region.layout, other.accesses[0].region.layout
         if (sent.count, sent.dtype) != (taken.count, taken.dtype):
-            differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
+            differ = f"sends {sent.count} {sent.dtype}, but the matching recv expects {taken.count} {taken.dtype}"
             raise _fault(program, one, differ, "make them equal", other)
     return MatchedCollective((one, other))
 
@@ -113,7 +113,9 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
     for part in there[1:]:
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
-            raise _fault(program, first, f"is collective {number} of its process group, and meets a different collective", remedy, part)
+            raise _fault(
+                program, first, f"is collective {number} of its process group, but another rank calls a different one", remedy, part
+            )
     meeting = MatchedCollective(tuple(there))
     if _may_differ(first):
         number_of = {part: number for number, part in enumerate(there)}

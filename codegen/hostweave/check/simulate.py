@@ -172,7 +172,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
         if chunk and not 0 <= value < count:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
         if spread and not 0 <= value <= source.shape[dim] - spread:
-            run.fail(i, f"{spread} from {value} are outside of 0..{source.shape[dim]}: keep the slice inside the dim")
+            run.fail(i, f"indices {value}..{value + spread} exceed 0..{source.shape[dim]}: keep the slice inside the dim")
         place = run.place(first if chosen(run.environment) else last, i)
         run.places[i.out] = place._replace(offset=place.offset + value * distance)
 
@@ -432,7 +432,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
         outer = run.steps
         run.steps_taken += count
         if run.steps_taken > MAX_STEPS:  # all operations of a rank are kept in memory
-            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
+            why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value

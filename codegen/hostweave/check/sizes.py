@@ -17,7 +17,7 @@ from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
 
-SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number that must divide it, or 0 if it is fixed; its smallest value)
+SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number of which it must be a multiple, or 0 if it is fixed; its smallest value)
 
 
 @ir.analysis
@@ -121,8 +121,8 @@ def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dic
 
 ROOM, SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
 MOST_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
-NEAR = 64  # largest ratio to the minimal size
-LITTLE = 1.5  # largest ratio of the numbers of elements
+NEAR = 64  # largest factor between a size and its minimal value
+LITTLE = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 
 
 @ir.analysis
@@ -130,7 +130,7 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
     """Small sizes to check: sizes that divide evenly, sizes that do not (if the program allows them), and larger sizes at which conditions
     on sizes change.
 
-    Skips a condition that changes only at sizes more than `most_times` as large.
+    Ignores conditions that change only at sizes more than `most_times` times the minimal ones.
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
@@ -150,8 +150,8 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
 
 
 def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.HostProgram | None:
-    """The program with the other branch of each condition that changes only at sizes more than `most_times` as large. None if there is no
-    such condition."""
+    """A variant of the program for conditions that change only at sizes more than `most_times` times the minimal ones. At small sizes, it
+    runs the branches that the program runs at those large sizes. None if there is no such condition."""
     least = RankSizes(sizes_to_check(program, most_times)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:

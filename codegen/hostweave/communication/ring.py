@@ -97,7 +97,7 @@ class _Sums(_PassedOn):
             if not self.flow.is_view(producer):
                 break
             name = producer.tensors[0]
-        why = "algorithm='ring' sums the results of a matmul of floats in its loop; use algorithm='p2p' for other ops"
+        why = "algorithm='ring' can only reduce the result of a matmul of floats in the same loop; use algorithm='p2p' for other ops"
         raise ProgramError(f"reshard: {why}", self.op.location)
 
     def step(self, steps: LoopSteps) -> None:

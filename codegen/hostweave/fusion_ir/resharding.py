@@ -76,7 +76,7 @@ class ReshardStep:
             left = tuple(axis for axis in partial.axes if axis not in self.axes)
             partial = replace(partial, axes=left) if left else None
         if self.kind in ("transfer", "reduce") and is_in_zigzag(type):
-            raise Mismatch(f"{type} is in zigzag, and stays on its mesh")
+            raise Mismatch(f"{type} is in zigzag, and cannot move to another mesh")
         if self.target is not None:
             if not self._leads_to(self.target, type, mesh):
                 raise Mismatch(f"its steps do not lead from {type} to {self.target}")

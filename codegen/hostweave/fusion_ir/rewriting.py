@@ -103,7 +103,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
     def known(type: TensorType) -> TensorType:
         dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)
         if broken := next((dim for dim in dims if not dim.size.factors and dim.size.divisor > 1), None):
-            raise ProgramError(f"{type}: {broken.size} is not an int; choose sizes that are multiples of it")
+            raise ProgramError(f"{type}: {broken.size} is not an int; choose sizes that are multiples of {broken.size.divisor}")
         return replace(type, dims=dims)
 
     def bound(body: Fusion) -> Fusion:
@@ -135,7 +135,7 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
     Raises ProgramError if a tensor is on a mesh of some ranks.
     """
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
-        why = f"%{parts[0].name} is on {parts[0].type.mesh}, whose ranks are numbered"
+        why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
     return map_functions(without_loops(fusion), lambda body: replace(body, mesh=mesh))
 

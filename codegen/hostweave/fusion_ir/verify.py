@@ -76,12 +76,14 @@ def _verify_groups(body: Fusion) -> None:
         depth = body.values()[name].type.dims[:1]
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
             raise ProgramError(
-                f"%{name}: the first dim of a group must be a name for its {len(group.names)} tensors, not sharded; correct it"
+                f"%{name}: the first dim of a parameter group must be an unsharded name, for {len(group.names)} tensors; correct it"
             )
     made = {op.result.name: op for op in body.ops}
     for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
         if group and name in made and made[name].callee is None:
-            raise ProgramError(f"%{name}: only a repeat gives a group; return a {made[name].kind} as one tensor", made[name].location)
+            raise ProgramError(
+                f"%{name}: only a repeat returns a parameter group; return a {made[name].kind} as one tensor", made[name].location
+            )
     for op in body.ops if groups else ():
         for at, operand in enumerate(op.operands):
             if (
@@ -89,7 +91,9 @@ def _verify_groups(body: Fusion) -> None:
                 and not (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED]))
                 and not (op.kind == "select" and op[AXIS] == 0)
             ):
-                raise ProgramError(f"{op.kind}: %{operand} is a group of separate tensors; repeat over it, or select one", op.location)
+                raise ProgramError(
+                    f"{op.kind}: %{operand} is a parameter group, whose tensors are separate; repeat over it, or select one", op.location
+                )
 
 
 def _verify_function(function: Fusion, fusion: Fusion) -> None:
@@ -184,7 +188,9 @@ def _verify_stream(op: Op, loop: ChunkLoop | None, level: int) -> None:
     if not loop and level >= LEVELS.index("choose_overlap"):
         raise ProgramError(f"{here}: it is in no loop; put its op into one", op.location)
     if loop and stream.algorithm and op.kind not in RESHARDS:
-        raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location)
+        raise ProgramError(
+            f"{here}: it has the algorithm {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location
+        )
 
 
 def _verify_loops(fusion: Fusion) -> None:

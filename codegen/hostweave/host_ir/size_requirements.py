@@ -120,7 +120,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
         held = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in held for dim, size in zip(dims, shape, strict=True) if dim.name}
         if size := _first_undivided(wanted, sizes):
-            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: not a multiple of {wanted[size]}, which its loops need")
+            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: its loops need a multiple of {wanted[size]}")
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:

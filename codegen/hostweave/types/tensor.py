@@ -242,7 +242,7 @@ class TensorType:
                 raise ProgramError(f"{self}: no axis {axis} in {mesh}; its axes: {known}", location)
         for dim in self.dims:
             if isinstance(dim.axes, Zigzag) and dim.size.is_uneven(count := pieces(dim.axes, mesh), ()):
-                why = f"{mesh.size_of(dim.axes)} ranks have two pieces each of dim {dim}, and {count} do not divide {dim.size}"
+                why = f"each of {mesh.size_of(dim.axes)} ranks has two pieces of dim {dim}, but {count} does not divide {dim.size}"
                 raise ProgramError(f"{self}: {why}; pad it to {-(-int(dim.size) // count) * count}", location)
 
     @checked

@@ -229,7 +229,11 @@ ERRORS: list[tuple[tuple[str, str], str, str]] = [
         "text:3: stream of %y: there is no algorithm='mail'; one of p2p, broadcast, put, ring, reduce, all_gather, reduce_scatter, "
         "all_to_all, all_reduce, collective_permute, transfer",
     ),
-    (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' is not possible here; nothing in its loop communicates, leave it out"),
+    (
+        GATHER,
+        "N, 8, p2p",
+        "text:3: stream of %y: algorithm='p2p' is not possible here; no op of the loop communicates, so leave the algorithm out",
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]
             raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
     given = sum(isinstance(key, int | slice) for key in keys)
     if given > len(type.dims):
-        raise ProgramError.here(f"indexing: {given} dims of {type}, which has {len(type.dims)}; leave some out")
+        raise ProgramError.here(f"indexing: {given} keys for the {len(type.dims)} dims of {type}; leave some out")
     if sum(key is ... for key in keys) > 1:
         raise ProgramError.here("indexing: '...' is given twice; write ':' for each dim instead")
     spread: list[slice | int | None] = []

@@ -206,7 +206,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
         what = update.type if isinstance(update, Tensor) else repr(update)
-        raise ProgramError.here(f"dynamic_update_slice: {what} does not go into {x.type}; use hw.astype")
+        raise ProgramError.here(f"dynamic_update_slice: cannot write {what} to {x.type}; use hw.astype")
     cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice") or [(0, _start(x, 0, update.type.shape[0], 0))]
     places = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
     return record("dynamic_update_slice", x, update, *places, axes=tuple(axis for axis, _ in cut))
@@ -397,7 +397,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
     else:
         lengths = list(sections)
     if sum(lengths) != whole or _some(length < 1 for length in lengths):
-        raise ProgramError.here(f"split: parts of {lengths} are not the {whole} elements of dim {number} of {x.type}; correct them")
+        raise ProgramError.here(f"split: lengths {lengths} do not add up to {whole}, the size of dim {number} of {x.type}; correct them")
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     before = [slice(None)] * number
     return tuple(x[(*before, slice(begin, begin + length))] for begin, length in zip(begins, lengths, strict=True))

@@ -119,7 +119,7 @@ def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
 def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> str:
     """Reason why a tensor cannot be the offsets of packed sequences, or ""."""
     if query.shape[-2] != key.shape[-2]:
-        return f"packed sequences need as many queries as keys, which {query} and {key} are not; pad them"
+        return f"packed sequences need as many queries as keys, but queries are {query} and keys {key}; pad them"
     if offsets.dtype == i32 and len(offsets.dims) == len(query.dims) - 2 and offsets.shape[:-1] == query.shape[:-3]:
         return ""
     wanted = f"i32[{', '.join(map(str, (*query.shape[:-3], 'N + 1')))}]"

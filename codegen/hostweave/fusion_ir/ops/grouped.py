@@ -32,7 +32,7 @@ def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, 
     if x.dtype.kind != "float" or x.dtype.itemsize < 2:
         return f"not defined for {x.dtype}; use hw.astype to f16, bf16, f32 or f64"
     if is_outer and x.shape[:-1] != other.shape[:-1]:
-        return f"{x} and {other} differ in their rows; give each row of one a row of the other"
+        return f"{x} and {other} differ in their number of rows; make it equal"
     if not is_outer and (x.shape[-1] != other.shape[-2] or x.shape[:-2] not in (batch, ()) or other.shape[:-3] != batch):
         return f"inner dims differ: {x} x {other}; w is [E, K, N]"
     for bound in (starts, ends):

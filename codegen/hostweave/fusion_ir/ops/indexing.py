@@ -179,7 +179,7 @@ def _scatter(types: Types, op: Op) -> TensorType:
     for x in into:
         if (x.dtype, x.shape) != (result.dtype, result.shape):
             raise Mismatch(
-                f"{source} does not go into {x}: that would be {result}; other dims than {axis} must be equal, or 1 in the index"
+                f"cannot scatter {source} to {x}: the result would be {result}; dims other than {axis} must be equal, or 1 in the index"
             )
     return result
 
@@ -223,15 +223,15 @@ def _update(types: Types, op: Op) -> TensorType:
     x, update, *places = types
     axes = op[ORDER]
     if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
-        raise Mismatch(f"{update} does not go into {x} along dims {axes}; it needs the same dims, and a start and rows for each of {axes}")
+        raise Mismatch(f"cannot write {update} to {x} along dims {axes}; both need as many dims, and each of {axes} needs a start and rows")
     same_dtype((x, update))
     for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
         if axis not in axes and have != size:
-            raise Mismatch(f"{update} does not go into {x}: dim {axis} is not cut, and differs; give it a start")
+            raise Mismatch(f"cannot write {update} to {x}: dim {axis} has no start, and its sizes differ; give it a start")
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
             raise Mismatch(
-                f"dim {axis} starts at {start}, which is not an i64 without dims, or with the dims before the first that is cut; use start"
+                f"the start {start} of dim {axis} must be an i64 without dims, or with leading dims of {x} that are not cut; use start"
             )
         _rows(rows, x.shape[axis])
     return unsharded(x)

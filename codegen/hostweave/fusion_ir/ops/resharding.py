@@ -24,7 +24,7 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     if len(set(named)) < len(named):
         raise Mismatch(f"sources={sources}: each block is named once at most; use hw.concat to repeat one")
     if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
-        raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give as many sources as divide it")
+        raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give a number of sources that divides it")
     return unsharded(x)
 
 

@@ -49,7 +49,7 @@ def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType
         return f"inner dims differ: {a} x {b}; a is [M, K] and b [K, N]"
     if not scaling(a.shape, b.shape, scales[0].shape, scales[1].shape):
         wanted = "[1, 1] and [1, 1], [M, 1] and [1, N], or [M or M/128, K/128] and [K/128, N or N/128]"
-        return f"scales {scales[0]} and {scales[1]} do not fit {a} and {b}; they are {wanted}"
+        return f"scales {scales[0]} and {scales[1]} do not fit {a} and {b}; they must be {wanted}"
     return ""
 
 

@@ -42,7 +42,7 @@ def _shape_text(shape: tuple[Size, ...]) -> str:
 def _transpose(types: Types, op: Op) -> TensorType:
     axes = op[ORDER]
     if sorted(axes) != list(range(len(types[0].dims))):
-        raise Mismatch(f"axes={axes} is not an order of the {len(types[0].dims)} dims of {types[0]}; name each once")
+        raise Mismatch(f"axes={axes} is not a permutation of the {len(types[0].dims)} dims of {types[0]}; name each dim once")
     return TensorType(types[0].dtype, tuple(Dim(types[0].shape[i]) for i in axes))
 
 
@@ -63,7 +63,9 @@ def _slice(types: Types, op: Op) -> TensorType:
     if step < 1:
         raise Mismatch(f"step={step} is not at least 1")
     if whole.is_int and taken.is_int and not 0 <= start <= _end(start, int(taken), step) <= int(whole):
-        raise Mismatch(f"{taken} from {start} by {step} are outside of dim {axis} of {x}; it goes from 0 to {int(whole) - 1}")
+        raise Mismatch(
+            f"{taken} elements from index {start} by step {step} exceed dim {axis} of {x}; indices go from 0 to {int(whole) - 1}"
+        )
     return TensorType(x.dtype, tuple(Dim(taken if i == axis else size) for i, size in enumerate(x.shape)))
 
 
@@ -93,7 +95,7 @@ def _pad(types: Types, op: Op) -> TensorType:
     if not len(low) == len(high) == len(x.dims):
         raise Mismatch(f"{len(low)} and {len(high)} widths for the {len(x.dims)} dims of {x}; give one per dim")
     if min((*low, *high), default=0) < 0:
-        raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to take less")
+        raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to remove elements")
     return TensorType(x.dtype, tuple(Dim(size + a + b) for size, a, b in zip(x.shape, low, high, strict=True)))
 
 

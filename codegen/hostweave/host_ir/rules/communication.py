@@ -66,8 +66,8 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks that src and dst have equal sizes. Shards of one dim count as equal if they are on two meshes, or along two axes, of equally
-    many ranks."""
+    """Checks that src and dst have equal sizes. Shards of one dim count as equal if they are along different axes, or on different meshes,
+    with equally many ranks."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)
@@ -124,7 +124,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
         if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
             c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
         if (route.sent if sends else route.received) >= count:
-            c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
+            c.fail(f"{route}: there are {count} blocks, from 0 to {count - 1}")
 
 
 MAX_SIGNAL = 63  # largest number of a signal counter
@@ -158,7 +158,7 @@ def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
         along = ", ".join(first[MESH_AXES].names)
         c.fail(f"the all_reduce of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")
     if first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED:
-        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, and kernels only sum {', '.join(ir.EXCHANGED)}: use all_reduce")
+        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, but kernels only sum {', '.join(ir.EXCHANGED)}: use all_reduce")
 
 
 RULES: dict[type[tree.Instruction], Rule] = {

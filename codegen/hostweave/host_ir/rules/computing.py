@@ -132,7 +132,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
     wanted = (starts.shape[0], x.shape[1], y.shape[1]) if i.is_outer else (x.shape[0], y.shape[2])
     if dst.shape != wanted:
         c.fail(f"%{i.dst} is {dst}, not {BufferType(dst.dtype, wanted)}")
-    c.contiguous(i.starts, i.ends, what=", which starts and ends of groups must be")
+    c.contiguous(i.starts, i.ends, what=", but starts and ends of groups must be")
     for name in (i.x, i.dst, *((i.other,) if i.is_outer else ())):
         if not lies_along(c.types[name], -1):
             c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer")
@@ -153,7 +153,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
     for name in i.bias:
         wanted = BufferType(dst.dtype, dst.shape[-1:])
         c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
-        c.contiguous(name, what=", which a bias must be")
+        c.contiguous(name, what=", but a bias must be")
     if i.activation and i.activation not in ir.ACTIVATIONS:
         c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
     if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
@@ -205,7 +205,7 @@ def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> No
 def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> None:
     for name in names:
         if c.types[name] != wanted:
-            c.fail(f"%{name} is {c.types[name]}, not {wanted}, as {what}, contiguous: use such a buffer")
+            c.fail(f"%{name} is {c.types[name]}, but {what} {wanted}, contiguous: use such a buffer")
 
 
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:

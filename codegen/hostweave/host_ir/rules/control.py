@@ -69,7 +69,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             wanted = c.program.local_type(parameter)
             c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
-            c.contiguous(name, what=", which a function needs")
+            c.contiguous(name, what=", but a function needs contiguous buffers")
             if parameter.in_window and (outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None)):
                 c.fail(f"%{outside} is not in a window, but @{i.function} {word} %{parameter.name} in one: use allocate_window")
     for name, parameter in zip(i.dsts, function.outputs, strict=True):

@@ -55,9 +55,9 @@ class _Halving(OpRewriter):
 
     def expect_known(self, operands: Sequence[TensorType]) -> None:
         count, (q, k, *_) = COUNTS[self.op.kind], operands
-        why = f"rows of {q} are in zigzag, and there are lengths or a bias besides the causal mask" if len(operands) > count else ""
+        why = f"rows of {q} are in zigzag, which supports no lengths or bias together with a causal mask" if len(operands) > count else ""
         if k.shape[-2] != q.shape[-2]:
-            why = f"rows of {q} are in zigzag, and there are {k.shape[-2]} keys for {q.shape[-2]} of them"
+            why = f"rows of {q} are in zigzag, but there are {k.shape[-2]} keys for {q.shape[-2]} rows"
         if why:
             raise ProgramError(f"{self.op.kind}: {why}; shard the rows in order, as {self.size}@{','.join(self.axes)}", self.op.location)
 

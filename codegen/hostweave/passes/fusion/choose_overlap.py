@@ -256,7 +256,7 @@ class _Choice:
             for name, (kind, ways) in possible.items()
         ]
         if not possible:
-            remedies = ["nothing in its loop communicates, leave it out"]
+            remedies = ["no op of the loop communicates, so leave the algorithm out"]
         elif transport != "auto":
             remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
         elif not any(ways for _, ways in possible.values()):

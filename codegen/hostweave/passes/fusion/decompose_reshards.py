@@ -99,7 +99,7 @@ class _Decomposition(OpRewriter):
         """Reshards to or from zigzag. The pieces are reordered where each rank holds all of them."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
-            why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
+            why = f"%{op.result.name} is streamed, but the reshard from {given} to {wanted} reorders the pieces of a dim"
             raise ProgramError(f"reshard: {why}; stream a value computed from it, or remove zigzag", op.location)
         changed = zigzag_changes(given, wanted)
         before, after = ([dim for dim in changed if isinstance(layout(type)[dim], Zigzag)] for type in (given, wanted))

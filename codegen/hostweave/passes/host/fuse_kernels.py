@@ -96,7 +96,7 @@ class Links:
         return len(self.launches) < before
 
     def join(self) -> bool:
-        """Merges launches that read the same elements, at the earlier one. Returns False if no two launches fit."""
+        """Merges launches that read the same elements, at the position of the earlier launch. Returns False if no two launches fit."""
         before = len(self.launches)
         while near := self._joined():
             self.fuse(near.__contains__)
@@ -301,7 +301,8 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly, because the value lacks an index. Once per row is acceptable."""
+    """True if a kernel would compute a value repeatedly, because the value does not depend on all loop indices. Computing a value once per
+    row is acceptable."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 

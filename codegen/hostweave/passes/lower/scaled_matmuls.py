@@ -92,7 +92,8 @@ class ScaledMatmuls:
         """Returns a function that emits the matmul with rows padded by zeros to a multiple of PADDED. cuBLASLt requires this for scales of
         blocks along rows.
 
-        A few rows of f8e4m3 need no padding. Measured on an H100 with cuBLASLt 13.0: for other numbers of rows it has no algorithm.
+        A kernel of the runtime multiplies a few rows of f8e4m3 without padding. On an H100, cuBLASLt 13.0 has no algorithm for numbers of
+        rows that are not multiples of PADDED.
         """
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)

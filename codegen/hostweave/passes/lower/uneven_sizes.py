@@ -33,7 +33,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
             for dim, mesh, why in _even(op, types, body, transport):
                 ranks = mesh.size_of(dim.axes)
                 if dim.size.is_uneven(ranks, ()):
-                    reason = f"{ranks} ranks cannot split dim {dim} evenly, which {why} needs"
+                    reason = f"{ranks} ranks cannot split dim {dim} evenly, but {why} needs an even split"
                     raise ProgramError(f"{op.kind}: {reason}; pad it to {-(-int(dim.size) // ranks) * ranks}", op.location)
                 even.update(dim.size.symbols)
     return tuple(name for name in sharded if name not in even)
