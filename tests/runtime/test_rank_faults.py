@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import signal
 import subprocess
@@ -494,6 +495,51 @@ class Stopped(MemoryStore):
     def get(self, key: str, timeout: float) -> bytes:
         self.goes_on.wait(60)
         return super().get(key, timeout)
+
+
+class Silent(MemoryStore):
+    """A store that stops answering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_silent, self.was_asked = False, False
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if self.is_silent:
+            self.was_asked = True
+            raise ExecutionError("the store does not answer")
+        return super().get(key, timeout)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -> None:
+    """A stopped rank 0 causes both at about the same time."""
+    store, program, reasons, both = Silent(), hw.compile(twice), queue.Queue[str](), threading.Barrier(2)
+
+    class Local:
+        @property
+        def progress(self) -> tuple[str, int, int, float]:
+            return "twice", 2, 1, 5.0 if store.was_asked and is_late else 0.0
+
+        def stand(self) -> Stand:
+            return Stand("twice", 2, 1)
+
+        def close(self) -> None:
+            pass
+
+    def rank(rank: int) -> str:
+        group = hw.Group(Here(rank, 2, store), "default", rank, 2, 10, 1, None)
+        both.wait()
+        if rank == 0:
+            return ""
+        group.programs[program] = Local()
+        group.members["cuda"] = SimpleNamespace(abort=reasons.put)
+        store.is_silent = True
+        watchdog.Watch(group)
+        return reasons.get(timeout=30)
+
+    _, reason = hw.Threads(2).run(rank)
+    assert reason.startswith("group 'default': rank 1: call 2 of twice is not done" if is_late else "group 'default': the store does not")
 
 
 @pytest.mark.parametrize("what", ["a call", "an exchange", "check", "close"])

@@ -447,7 +447,7 @@ class Group(FallibleGroup):
             return seat
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            store.patience = min(store.patience, max(TELLING, self.call_timeout))
+            store.patience = min(store.patience, self.call_timeout + TELLING)  # a call that waits for a stopped rank 0 ends first
             for key, reason in meeting.wills().items():
                 store.on_disconnect(key, reason.encode())
         return meeting

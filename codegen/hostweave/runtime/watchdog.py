@@ -26,7 +26,8 @@ class Watch:
 
     def __init__(self, group: FallibleGroup):
         """Starts the threads. They run until the group is closed, fails or is freed."""
-        self.reason = ""  # reason why the group has failed
+        self.reason = ""  # reason why the group has failed, from another rank
+        self.silence = ""  # error of a store that does not answer
         self.news = threading.Event()
         self._waits_at_store = group.meeting.waits_at_store
         watchdog, self._listener = (
@@ -61,8 +62,8 @@ def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
         except (StoreClosed, Exiting):
             return
         except ExecutionError as error:
-            heard.reason = str(error)
-        if heard.reason:
+            heard.silence = str(error)
+        if heard.reason or heard.silence:
             return heard.news.set()
 
 
@@ -86,7 +87,7 @@ def _is_done(watched: weakref.ref[FallibleGroup], heard: Watch) -> bool:
     group = watched()
     if not group or group.failure:
         return True
-    if reason := heard.reason or group.overdue():
+    if reason := heard.reason or group.overdue() or heard.silence:  # an overdue call says more than a silent store
         say(report := group.report(reason))
         group.give_up(report)
     return bool(reason)
