@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -29,6 +30,7 @@ COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNE
 WORKERS = 8  # largest number of workers without GPUs
 GPU_TESTS = 6  # consecutive tests of a file that one worker runs, because they share programs; a whole file would take minutes
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
+OBJECTS = "HOSTWEAVE_TESTS_OBJECTS"  # folder of kept objects; sessions share it if the caller sets it
 
 # Long tests. They start first, so that the run does not end with one worker that runs a long test.
 LONGEST = (
@@ -77,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker:
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
+        os.environ.setdefault(OBJECTS, str(Path(folder.name, "objects")))
+        Path(os.environ[OBJECTS]).mkdir(exist_ok=True)
         optimising, quick = (with_precompiled_headers(Path(folder.name), *named) for named in COMPILERS.items())
         os.environ[OPTIMISING], os.environ["CXX"] = str(optimising), str(optimising if gpus() else quick)
         config.add_cleanup(folder.cleanup)
@@ -180,7 +184,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unwanted = {"gpu"} if not gpus() else set()
     if "slow" not in config.option.markexpr:
         unwanted.add("slow")
-    out = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
-    if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in out]
+    is_out = [any(item.get_closest_marker(mark) for mark in unwanted) for item in items]
+    if any(is_out):
+        config.hook.pytest_deselected(items=[*compress(items, is_out)])
+        items[:] = [item for item, out in zip(items, is_out, strict=True) if not out]

@@ -1,4 +1,7 @@
-"""Modules whose shapes differ from those of transformers: losses and gradients of a step against torch, on 1 and 2 ranks."""
+"""Modules whose shapes differ from those of transformers: losses and gradients of a step against torch.
+
+They run on 2 ranks, with `-m slow` on 1 rank, too.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ PLAN = {f"{name}.{of}": axes for name in "qkv" for of, axes in (("weight", "tp, 
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step(name: str, ranks: int) -> None:
     torch.manual_seed(0)

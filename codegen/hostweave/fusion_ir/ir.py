@@ -148,7 +148,7 @@ class Op:
         """Renames operands. Operands that are not in `names` keep their names."""
         return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """Operands that are names of values, without numbers."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
@@ -271,7 +271,7 @@ class Fusion:
         values, groups = self.values(), self.returned or (None,) * len(self.outputs)
         return (replace(values[name], group=group) for name, group in zip(self.outputs, groups, strict=True))
 
-    @property
+    @cached_property
     def depths(self) -> dict[str, int]:
         """Number of tensors of each parameter group, by the name of the group's first dim."""
         grouped = (
@@ -281,7 +281,7 @@ class Fusion:
         )
         return {size.name: len(group.names) for (size,), group in grouped if size.name}
 
-    @property
+    @cached_property
     def functions(self) -> tuple[Fusion, ...]:
         """Functions that are called, directly or indirectly: each once, callees before callers."""
         found: dict[str, Fusion] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Protocol, TypeVar
 
@@ -21,7 +22,7 @@ class ParameterGroup:
     last: str
     struct: str
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors, in order. Empty if `first` and `last` do not differ in one number that counts up."""
         found = between(self.first, self.last)
