@@ -1,4 +1,4 @@
-"""Facts of the host IR between passes. If a pass breaks one, the error names the pass and its mistake."""
+"""Invariants of the host IR between passes. If a pass violates one, the error names the pass and the violation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_facts_hold_between_their_passes() -> None:
 
 
 def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the pass sink_views by one that frees a buffer, although memory is planned two passes later."""
+    """Replaces the pass sink_views by a pass that deallocates a buffer, which only a later pass may do."""
 
     def sink_views(program: ir.HostProgram, options: hw.Options) -> ir.HostProgram:
         (name,) = (name for i in tree.walk(program.body) for name in tree.names(i, "allocate"))

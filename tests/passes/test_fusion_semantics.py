@@ -1,7 +1,7 @@
-"""After the passes, every rank, computing on its own shards only, gets its block of the program's result.
+"""After the passes on the fusion IR, each rank computes its block of the result from its shards and the communications.
 
-The output of the passes runs here op by op in NumPy, with a list of local arrays per value. This checks the meaning of layouts,
-partial results and reshards before any host program exists.
+The tests execute the result of the passes op by op in NumPy, with one local array per rank for each value. They test the semantics of
+shardings, partial sums and reshards without a host program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lowered(fusion: Fusion) -> Fusion:
 
 
 def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
-    """Every output as one local array per rank."""
+    """Executes a fusion. Returns one local array per rank for every output."""
     mesh = fusion.mesh
     sizes = bind_sizes(fusion.name, mesh, {v.name: v.type for v in fusion.inputs}, {name: a.shape for name, a in arrays.items()})
     local = {v.name: [v.type.shard(arrays[v.name], rank, mesh) for rank in range(mesh.size)] for v in fusion.inputs}
@@ -62,7 +62,7 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
 
 
 def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
-    """One communication or local slice, from the op's attributes only."""
+    """Executes one communication or local slice, according to the attributes of the op."""
     change = step_of(op)
     result = []
     for rank, mine in enumerate(local):
@@ -147,7 +147,7 @@ def random_fusion(seed: int) -> Fusion:
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))
                 case 6 if x.ndim == 2 and x.shape[0] in SIZES:
                     y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
-                case 7 if x.ndim == 2:  # linear in sums
+                case 7 if x.ndim == 2:  # ops that are linear, so partial sums may pass
                     y = hw.permute_dims(hw.concat([x.T @ x, (x * 0.5).T @ x - x.T @ x], axis=0) + 0 * (x.T @ x)[:1], (1, 0))
                 case _:
                     y = x * 0.5

@@ -1,4 +1,5 @@
-"""Passes on programs with blocks: each body is a separate program, and calls keep the layouts of parameters and results."""
+"""Passes on programs with blocks: passes treat each body as a separate program, and calls agree with the shardings of parameters and
+results."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def stages(text: str) -> dict[str, str]:
 
 
 def body_of(text: str, head: str) -> list[str]:
-    """Lines of the body that starts with `head`."""
+    """Lines of the body whose first line starts with `head`."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(head))
     return [line.strip() for line in lines[start + 1 : lines.index("}", start)]]
@@ -63,8 +64,8 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
-    """A reshard without effect may state a stream and a name. The call gets the name, and a copy gets the stream, because a call has
-    none."""
+    """A reshard to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream, because a call
+    cannot have one."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -87,7 +88,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """A call does not join a loop, not even as the sole consumer of a streamed communication."""
+    """A call is never in a chunk loop, even if it is the only op that uses a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -144,7 +145,7 @@ def test_each_body_has_events_of_its_own() -> None:
 
 
 def test_a_block_has_a_channel_where_it_communicates() -> None:
-    """On one rank a ring sends nothing; on two it does."""
+    """On one rank a ring sends nothing, and the program has no channel. On two ranks it has one."""
     text = """\
 fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
   %y: f32[M@x, E] = call @layer(%x, %w)
@@ -187,7 +188,7 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The block forks the same streams again, and its communication follows their work."""
+    """The join before the call is kept, because the block forks the same streams, and its communication must follow their work."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
@@ -205,7 +206,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 
 
 def test_channels_take_turns_in_each_body() -> None:
-    """A body knows only the sizes of its parameters."""
+    """Channels are ordered in each body separately, because a body can use only sizes of its parameters."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
@@ -226,7 +227,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 
 
 def test_channels_of_a_program_whose_block_has_events() -> None:
-    """Calls are analysed with their bodies and events; the events remain the block's."""
+    """Calls are analysed together with the events of their bodies. The events are still declared by the block."""
     text = """\
 function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
@@ -268,7 +269,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 
 
 def test_a_block_takes_contiguous_arguments() -> None:
-    """A non-contiguous view is packed once for all calls."""
+    """A non-contiguous argument is copied once for all calls."""
     text = """\
 function @layer(%w: f32[E, F]) {
   %y: f32[E, F] = negative(%w)
@@ -313,14 +314,14 @@ function @layer(%x: f32[M@x, E]) {
     ],
 )
 def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:
-    """A call does not write directly if its result is part of another buffer."""
+    """The result of a call is copied if it is a non-contiguous part of another buffer."""
     text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
     host = body_of(stages(text)["lower_to_host"], "host")
     assert host == ["%h = allocate f32[local(M, x), E]", "call @layer %x -> %h", *expected]
 
 
 def test_a_call_gives_all_results_of_its_block() -> None:
-    """Results have their own layouts; unused ones have memory too."""
+    """Each result has a separate sharding. Unused results also have memory."""
     text = """\
 function @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
@@ -363,7 +364,8 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 
 
 def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
-    """The wait gives communications the same order on every rank. A block without communication overlaps with the asynchronous one."""
+    """An asynchronous communication ends before a block that communicates, so that all ranks have the same order. It overlaps with a block
+    that does not."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

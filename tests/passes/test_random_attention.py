@@ -1,6 +1,6 @@
-"""Random attention: sizes, head groups, masks and shardings from seeds, forward and backward, on 1 to 8 ranks.
+"""Random attention programs, forward and backward, on 1 to 8 ranks. A seed selects sizes, head groups, masks and shardings.
 
-Its results are rounded and compared within a tolerance, so it is not part of the other random programs.
+Results are compared with a tolerance, so these programs are separate from the other random programs, whose results are exact.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ REFUSED = ("are in zigzag, and there are", "cannot be divided evenly", "choose s
 
 
 class Case:
-    """A mesh, sizes, inputs and masks."""
+    """Mesh, sizes, inputs and masks of one program."""
 
     def __init__(self, seed: int):
         self.random = random = Random(seed)
         self.mesh = hw.Mesh(**random.choice(MESHES))
         groups, of_group, self.size = random.choice([1, 2, 3, 4]), random.choice([1, 1, 2]), random.choice([4, 8, 16])
         self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
-        known = Random(~seed)  # separate generator, so that other choices stay the same
+        known = Random(~seed)  # a separate generator, so that all other choices of a seed stay the same
         self.stated = {name: size if known.random() < 0.5 else name for name, size in self.sizes.items()}
         rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # the numbers of rows and keys may be equal
         self.batch: list[int | str] = random.choice([[], [self.stated["B"]]])

@@ -1,4 +1,4 @@
-"""Random programs with some of their ops moved to a block keep their meaning. `pytest -m slow` tries many more."""
+"""Moves some ops of random programs into a block, and tests that results do not change. `pytest -m slow` tests many more programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
-    """Program with a run of its ops in a block that has randomly sharded parameters and is called twice; or None."""
+    """The program with consecutive ops moved to a block, which has randomly sharded parameters and is called twice. None if this is
+    impossible."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
     made = {op.result.name: op.result for op in ops}
@@ -36,13 +37,13 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     result = replace(fusion, body=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
-    except ProgramError:  # a size that no parameter determines
+    except ProgramError:  # no parameter determines some size
         return None
     return result
 
 
 def parameter(generator: Generator, value: Value) -> Value:
-    """Type of an input or parameter. A dim that is computed from sizes stays unsharded."""
+    """Type of an input or parameter. A dim whose size is an expression is not sharded."""
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
     whole = [size.is_int or str(size) in generator.sizes for size in value.type.shape]
     dims = (Dim(size, own if may else ()) for size, own, may in zip(value.type.shape, axes, whole, strict=True))
@@ -50,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """Returns True if the program of this seed runs; None if it has no ops for a block."""
+    """True if the program of this seed runs. None if it has no ops for a block."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

@@ -1,7 +1,7 @@
 """Random programs with extreme sizes, meshes and transports.
 
-Dims have no element, one for each rank, or fewer than ranks. Two meshes have the same ranks. All sizes have names. Programs make
-constants, and functions return views of the memory that results reuse.
+Dims have no elements, one element per rank, or fewer elements than ranks. Two meshes have the same ranks. All sizes are symbolic. Programs
+create constants, and functions return views of donated memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _numbered(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _shared_out(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Divides by a sum over a dim that may have one element for each rank."""
+    """Divides by a sum over a dim that may have one element per rank."""
     axis = g.random.randrange(t.ndim or 1)
     return g.resharded(t) * 2 - hw.sum(g.resharded(t), axis, keepdims=True)
 
@@ -52,7 +52,7 @@ CONSTANTS: tuple[MakeOp, ...] = (_full, _zeros_beside, _numbered, _shared_out, _
 
 
 class Edges(Donating):
-    """Programs with names for all sizes, several of which are 0, 1 or the number of ranks, on meshes that share ranks."""
+    """Generates programs on overlapping meshes with symbolic sizes, several of which are 0, 1 or the number of ranks."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -64,7 +64,7 @@ class Edges(Donating):
         self.meshes = [self.mesh, self.on_all_ranks("u"), self.on_all_ranks("v")]
 
     def on_all_ranks(self, axis: str) -> Mesh:
-        """Another mesh of the same ranks, in another order."""
+        """Another mesh of all ranks, in a different order."""
         return self.mesh.ranks(self.random.sample(range(self.mesh.size), self.mesh.size), **{axis: self.mesh.size})
 
     def fusion(self) -> Fusion:
@@ -92,7 +92,7 @@ def test_random_edges(seeds: range) -> None:
 
 @pytest.mark.parametrize("op", [hw.argmax, hw.max, hw.min])
 def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
-    """NumPy would raise its own error, or return a number that no rank computes."""
+    """The error is one of Hostweave, where NumPy would raise an error or return a number that no rank computes."""
 
     @hw.block(x=hw.f32["M", "N"])
     def last(x: hw.Tensor) -> hw.Tensor:
@@ -108,7 +108,7 @@ def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
-    """The dim is uneven, and the other mesh has other axes."""
+    """A tensor moves to a mesh of the same ranks in another order, on which some ranks have the same shard. The dim is uneven."""
     mesh = hw.Mesh(dp=2, tp=2)
     other = mesh.ranks([3, 0, 2, 1], v=4)
     x = np.arange(30).reshape(5, 2, 3)
@@ -118,7 +118,7 @@ def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_merged_dim_whose_size_the_ranks_do_not_divide(transport: str) -> None:
-    """A merged dim of 30 elements is shared by 4 ranks, although ints among its factors are known at compile time."""
+    """A merged dim of 30 elements is sharded over 4 ranks. Some of its factors are ints, which are known at compile time."""
     x = np.arange(30).reshape(5, 2, 3)
     merged = hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.i64["K@dp,tp", "N", "M"])(lambda x: hw.reshape(x, -1))
     np.testing.assert_array_equal(hw.compile(merged, options=Options(transport=transport)).run(x), x.ravel())

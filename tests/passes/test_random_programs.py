@@ -1,4 +1,4 @@
-"""Random fusions: each lowers, prints and parses, passes the static check, and gives NumPy's results; or it is refused.
+"""Random fusions: each is either refused, or is lowered, can be printed and parsed, passes the check, and gives NumPy's results.
 
 `pytest -m slow` tries many more.
 """
@@ -23,11 +23,11 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-SEEDS = 160  # in the default run, which must cover everything
+SEEDS = 160  # number of seeds in the default run, which must cover all instructions
 
 
 def is_right(seed: int) -> bool:
-    """Returns True if the program of this seed runs at its sizes. Fails on wrong results."""
+    """True if the program of this seed runs at its sizes. Fails if results are wrong."""
     generator = Generator(seed)
     return computes(generator, generator.fusion(), seed)
 
@@ -48,16 +48,16 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # no pass makes these; they occur only in hand-written host programs and in timelines
-NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds equally; the tests of attention cover them
-NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings makes them
-NOT_MADE |= {"LaunchAllReduce"}  # not possible for f64 and i64, which these programs use; test_random_ops.py covers it
+NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # no pass creates these; they occur only in handwritten host programs and in timelines
+NOT_MADE |= {"Attention", "AttentionBackward"}  # covered by the tests of attention, because results are not exact
+NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # covered by test_random_routings
+NOT_MADE |= {"LaunchAllReduce"}  # covered by test_random_ops.py; impossible for f64 and i64, which these programs use
 
 
 @pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_routings(seeds: range) -> None:
-    """Programs with grouped matmuls, of even and skewed groups, empty ones, and rows without a group."""
+    """Programs with grouped matmuls. Groups are even, skewed or empty, and some rows are in no group."""
 
     made: set[str] = set()
 
@@ -73,7 +73,7 @@ def test_random_routings(seeds: range) -> None:
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_they_have_every_instruction_and_algorithm() -> None:
-    """Bugs in an instruction that random programs omit would go unnoticed."""
+    """The random programs contain every instruction and algorithm, so that a defect in any of them is found."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     missing: set[str | None] = {None, *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
     for seed in range(SEEDS):
@@ -112,7 +112,7 @@ def test_compiled_programs(seed: int) -> None:
 
 
 def moves_right(seed: int) -> bool:
-    """Tensor moved between layouts over several axes, in loops if possible, and with permuted dims."""
+    """Reshards a tensor between shardings over several axes, with permuted dims, and in loops if possible."""
     generator = Generator(seed)
     generator.mesh = hw.Mesh(**generator.random.choice(({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})))
     generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
@@ -139,7 +139,7 @@ def test_random_moves(seeds: range) -> None:
 
 
 def turns_right(seed: int) -> bool:
-    """Transposes between ops of one loop, with and without a preceding communication."""
+    """Transposes between ops of one chunk loop, with and without a communication before the loop."""
     generator = Generator(seed)
     dims = list("MNK")[: generator.random.randint(2, 3)]
 
@@ -157,9 +157,9 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 
 
 def contracts_right(seed: int) -> bool:
-    """Contractions over several dims with independent shardings, in loops if possible.
+    """Contractions over several dims that are sharded independently, in loops if possible.
 
-    A result is also an operand, is returned as a view, or is concatenated with its double along any dim.
+    The result of one contraction is also an operand of another, is returned as a view, or is concatenated with twice itself along any dim.
     """
     generator = Generator(seed)
     random = generator.random
@@ -193,7 +193,7 @@ def test_random_contractions(seeds: range) -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """The same by reshaped matrices, also with transposes before or after."""
+    """The same contractions as matmuls of reshaped operands, also with transposes before or after the reshape."""
     generator = Generator(seed)
     random = generator.random
     k = random.sample(["M", "N", 2, 3], random.randint(2, 3))
@@ -218,13 +218,13 @@ def test_random_merged_matrices(seeds: range) -> None:
 
 
 def regroups_right(seed: int) -> bool:
-    """Reshapes that split and merge dims, with as little as one index per rank."""
+    """Reshapes that split and merge dims. A rank may have a single index of a dim."""
     generator = Generator(seed)
     random = generator.random
     factors = [size for _, size in generator.mesh.axes for _ in range(random.randint(1, 2))] + ["K"] * random.randint(0, 1) + [2]
 
     def grouped(rest: list[Any]) -> list[Any]:
-        """Random grouping of the factors into dims, in order."""
+        """Groups consecutive factors randomly into dims."""
         dims = []
         while rest:
             count = random.randint(1, len(rest))
@@ -252,7 +252,7 @@ def test_random_regrouping(seeds: range) -> None:
 
 
 def sums_right(seed: int) -> bool:
-    """Sums over split dims, with linear and nonlinear consumers."""
+    """Sums over sharded dims, followed by linear and nonlinear ops."""
     generator = Generator(seed)
 
     @hw.fusion(mesh=generator.mesh, x=generator.dtype[generator.sharded("MN")], y=generator.dtype[generator.sharded("NK")])

@@ -1,7 +1,7 @@
-"""Random programs whose calls repeat, as layers of a model do, over groups of parameters.
+"""Random programs in which calls of a function repeat with different parameters, like the layers of a model.
 
-A block of random ops carries one or two values from call to call. Calls differ in their weights, which may be donated, sharded in another
-way, or be used twice. Some calls return other results, and some values between calls are returned or used again.
+A block of random ops passes one or two values from call to call. Each call has different weights, which may be donated, resharded, or used
+twice. Some calls return additional results, and some values between calls are returned or used again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRANSPORTS = ("auto", "two_sided", "peer", "one_sided")
 
 
 class Repeats(Donating):
-    """Programs with rows of calls."""
+    """Generates programs with sequences of calls."""
 
     def __init__(self, seed: int):
         super().__init__(seed)

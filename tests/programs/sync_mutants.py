@@ -1,7 +1,7 @@
-"""Removes or changes one synchronisation of a program, and counts how many of the resulting programs the proof of order rejects.
+"""Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
 `PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check.md, for the programs of `test_mutations.py` and
-`test_one_sided_mutations.py`. These tests show that the accepted ones are harmless.
+`test_one_sided_mutations.py`. These tests show that the accepted mutants give correct results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hostweave.pipeline import lower
 
 
 def verdicts() -> Iterator[tuple[str, bool]]:
-    """Kind of each mutant, and if the proof of order accepts it."""
+    """Kind of each mutant, and True if the proof of order accepts it."""
     variants = (
         (streams.SMALL, (*compiled_fusions.SEVERAL, *compiled_fusions.ONE_DEVICE)),
         *((v, compiled_fusions.SEVERAL) for v in streams.MORE),

@@ -1,4 +1,4 @@
-"""Attention as one instruction: every mask, layout and sharding on every rank, against PyTorch in float64; its memory and its C++."""
+"""Attention as one instruction: results with every mask, layout and sharding, compared with PyTorch in float64; memory and C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {"B": 3, "C": 5, "S": 9, "T": 13, "U": 70, "V": 300}
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Heads, sequences of a batch, and rows are sharded; blocks of rows and columns are short."""
+    """Attention with sharded heads, sequences and rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -81,7 +81,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def decode(ranks: int, t: DType) -> Fusion:
-    """Partially filled cache: its batch, rows and heads are sharded."""
+    """Attention to a partially filled cache, with sharded batch, rows and heads."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -112,7 +112,7 @@ def decode(ranks: int, t: DType) -> Fusion:
 
 
 def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Computes each batch element separately, with its valid keys."""
+    """Reference that computes each batch element separately, with only its valid keys."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
@@ -141,13 +141,13 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
-    """Memory after the valid keys is not read; a row without keys gives zeros."""
+    """Keys after the valid ones are not read. The result of a row without valid keys is zeros."""
     fusion = decode(ranks, dtype)
     sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
     arrays = random_arrays(fusion, sizes, seed=ranks)
     lengths = {"n": [13, 1, 5, 13, 2][: ranks + 1], "m": [300, 270, 4], "one": 11}
     arrays |= {name: np.array(length, np.int32) for name, length in lengths.items()}
-    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # a decomposed log-sum-exp is rounded to f32
+    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # the log-sum-exp is rounded to f32 if attention is not fused
     expect_every_way(fusion, arrays, decoded_by_torch(arrays), ranks, allowed, interprets=dtype != hw.f32)
     if dtype == hw.f32:
         return
@@ -159,7 +159,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
-    """Each rank has a part of each piece, so the work is balanced; keys are gathered in place and not copied."""
+    """If a rank has a part of each piece of the sequence, work is balanced. Keys are gathered without a copy."""
     pieces, length = 4, 8
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])
@@ -186,17 +186,17 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
-    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has nothing
+    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has no elements
         arrays = random_arrays(fusion, sizes, seed=ranks)
         expect_every_way(fusion, arrays, by_torch(arrays), ranks, 1e-10, interprets=sizes != SIZES)
 
 
 def test_the_scores_are_never_in_memory() -> None:
-    """At S = 4096 nothing is allocated, not even a transpose for [S, B, H, D]; keys are gathered if rows are sharded."""
+    """At S = 4096 nothing is allocated, not even a transpose of [S, B, H, D]. If rows are sharded, only gathered keys are allocated."""
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))
-    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # a result and its log-sum-exps are one instruction
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # one instruction computes a result and its log-sum-exps
     assert not any(isinstance(i, ir.Launch | ir.Matmul) for i in instructions)
     copied = {p.name for p in lowered(fusion).inputs}
     assert not any(isinstance(i, ir.Copy) and i.src in copied for i in instructions)

@@ -1,4 +1,4 @@
-"""Backward pass of attention as one instruction: masks, groups, layouts, lengths, shardings, against autograd in float64."""
+"""Backward pass of attention as one instruction: masks, groups, layouts, lengths and shardings, compared with autograd in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"B": 3, "C": 3, "S": 9, "T": 13, "U": 70, "V": 300}
 
 
 def gradients(ranks: int, t: DType) -> Fusion:
-    """Heads, the sequences of a batch, and rows are sharded; blocks of rows and columns are short."""
+    """Gradients of attention with sharded heads, sequences and rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -81,7 +81,7 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
 
 
 def test_three_gradients_are_one_instruction() -> None:
-    """Scores are never materialised, and sharded rows give partial sums of the keys' gradients."""
+    """Scores are never materialised. If rows are sharded, the gradients of the keys are partial sums."""
     instructions = list(tree.walk(lowered(gradients(2, hw.bf16)).body))
     assert sum(isinstance(i, ir.AttentionBackward) for i in instructions) == 6
     assert sum(isinstance(i, ir.Attention) for i in instructions) == 6

@@ -1,4 +1,5 @@
-"""Attention to blocks of keys as they arrive from other ranks: by each algorithm, with sharded heads, chosen or stated."""
+"""Attention in chunk loops, in which blocks of keys arrive from other ranks: with each algorithm, with sharded heads, chosen or
+requested."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ALGORITHMS = ("p2p", "put", "ring", "broadcast")
 
 @cache
 def in_loops(ranks: int, t: DType, algorithm: str, tp: int = 1) -> Fusion:
-    """Causal attention with log-sum-exps, and attention without mask of other rows, with smaller value heads."""
+    """Causal attention with log-sum-exps, and unmasked attention of other rows, whose value heads are smaller."""
     heads, groups = f"{4 * tp}@tp", f"{2 * tp}@tp"
 
     @hw.fusion(
@@ -99,7 +100,7 @@ def test_on_gpus(algorithm: str, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
 def test_blocks_at_once_on_gpus() -> None:
-    """Blocks that all rows attend to use one plan, which runs on two streams concurrently if the blocks are large."""
+    """Blocks to which all rows attend use one plan. If these blocks are large, the plan runs on two streams concurrently."""
     fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
     arrays = random_arrays(fusion, sizes, seed=0)
     results = []
@@ -137,7 +138,7 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
     stages: dict[str, Any] = {}
     lower(fusion, options, stages.__setitem__)
-    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # it casts sums to bf16
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # the second pass casts sums to bf16
         assert Fusion.parse(str(stages[name])) == stages[name]
         for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
             np.testing.assert_allclose(got, want, precision, precision)
@@ -169,7 +170,7 @@ def context_parallel(ranks: int, **how: Any) -> Fusion:
 
 
 def test_chosen_where_it_gains() -> None:
-    """Chosen by the cost model. With uneven shards a call attends to all keys at once."""
+    """The cost model chooses the loop. A call with uneven shards attends to all keys at once."""
     large = {"S": 2**14}
     program = hw.compile(context_parallel(2), options=Options(sizes=large))
     (choice,) = program.choices
@@ -204,7 +205,7 @@ def test_stated_way() -> None:
 
 
 def test_p2p_keeps_a_block_a_stream() -> None:
-    """Holds for any number of ranks."""
+    """There is one buffer for keys per stream, for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
     assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]
@@ -214,7 +215,7 @@ def test_p2p_keeps_a_block_a_stream() -> None:
 
 
 def test_other_masks_see_all_keys_at_once() -> None:
-    """A window needs all keys. So do gathers with another consumer, and loops with different chunks."""
+    """There is no loop for attention with a window, for gathers whose result another op uses, and for loops with different chunks."""
     options = Options(sizes={"S": 2**14})
     assert not lower(context_parallel(2, window=8), options).choices
     rows = "S@cp"

@@ -1,4 +1,4 @@
-"""Causal attention with a sequence in zigzag, forward and backward: results, work per rank, and errors."""
+"""Causal attention of a sequence in zigzag, forward and backward: results, work per rank, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 112})
 
 @cache
 def in_zigzag(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Rows and keys with the same sharding, with a batch, and without one in its memory layout; with gradients, a window, and no mask."""
+    """Attention of rows and keys with the same sharding: with and without a batch, with gradients, with a window, and without a mask."""
     heads, groups, s = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp", "S@zigzag(cp)"
 
     @hw.fusion(
@@ -97,14 +97,14 @@ def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [hw.bf16, hw.f16, hw.f32], ids=str)
 def test_on_gpus(dtype: DType) -> None:
     fusion = in_zigzag(MESHES[1], dtype)
-    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # long f32 sums would exceed the tolerance
+    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # the error of long f32 sums would exceed the tolerance
         arrays = random_arrays(fusion, {"B": 2, "S": size}, seed=size)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
 @pytest.mark.parametrize("positions", ["S", "S@zigzag(cp)"])
 def test_layers(positions: str) -> None:
-    """Heads over tp, rows over cp; tables of rotary embeddings in natural order are split like the rows."""
+    """Layers with heads over tp and rows over cp. Tables of rotary embeddings are passed in order, and are sharded like the rows."""
     mesh, x, wq, wk = hw.Mesh(cp=2, tp=2), hw.f32["S@zigzag(cp)", "E"], hw.f32["E", "4@tp", 16], hw.f32["E", "2@tp", 16]
     types = {"x": x, "wq": wq, "wk": wk, "wo": hw.f32["4@tp", 16, "E"], "g": hw.f32["E"], "cos": hw.f32[positions, 8]}
 
@@ -139,7 +139,7 @@ def causal(axes: str, ranks: int, size: str = "S") -> Fusion:
 
 
 def scores(host: HostProgram, rank: int) -> int:
-    """Number of scores that a rank computes, according to the diagonals of its calls."""
+    """Number of scores that a rank computes, derived from the diagonals of its calls."""
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     total = 0
     for i in tree.walk(host.body):
@@ -154,7 +154,8 @@ def scores(host: HostProgram, rank: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_each_rank_has_as_much_to_do(ranks: int) -> None:
-    """Keys and values move once, one kernel each reorders them, and the result is written directly to the output."""
+    """All ranks compute equally many scores. Keys and values are each sent once and reordered by one kernel. The result is written
+    directly to the output."""
     size = 16 * ranks
     host = lower(causal("zigzag(cp)", ranks, str(size)), hw.Options())
     work = [scores(host, rank) for rank in range(ranks)]
@@ -170,8 +171,8 @@ def test_each_rank_has_as_much_to_do(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # owner of the second rows
-        ("axis=1, halves=0", "axis=0, halves=1"),  # origin of a piece of the keys
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # wrong owner of the second half of the rows
+        ("axis=1, halves=0", "axis=0, halves=1"),  # wrong piece of the keys
     ],
 )
 def test_what_says_where_rows_are(fact: str, other: str) -> None:

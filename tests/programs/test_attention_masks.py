@@ -1,4 +1,4 @@
-"""Masks of attention besides the diagonal: a bias of the scores, and packed sequences; forward and backward, on every rank."""
+"""Masks of attention other than causal ones: a bias of the scores, and packed sequences. Forward and backward, on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from hostweave.types.tensor import DType
 
 @cache
 def masked(ranks: int, t: DType) -> Fusion:
-    """Biases of all heads, of one head, and of a row; sharded keys and rows; packed sequences with and without a batch."""
+    """Attention with biases for all heads, for one head, and for a row; with sharded keys and rows; and with packed sequences, with and
+    without a batch."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -84,14 +85,14 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """The bias hides some columns, and all columns for some rows; some sequences are empty, and some tokens belong to none."""
+    """Inputs whose bias masks some columns, and all columns of some rows. Some sequences are empty, and some tokens are in no sequence."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf
     arrays["bias"][1, 2] = -np.inf
     arrays["of_columns"][1] = -1
     arrays["n"] = np.array([13, 7, 1], np.int32)
-    # A nearly one-hot softmax amplifies rounding errors in its gradients.
+    # If a softmax is nearly one-hot, its gradients amplify rounding errors.
     arrays = {name: x if x.dtype == np.int32 else x / x.dtype.type(4) for name, x in arrays.items()}
     arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
     arrays["alone"] = np.array([0, 64, 65, 299], np.int32)
@@ -120,7 +121,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
 
 @pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
-    """Cases without a kernel: f64, grouped heads, and biases with all, some, or broadcast dims."""
+    """Cases that are not fused: f64, grouped heads, and biases with all dims, some dims, or broadcast dims."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
 
     @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})
@@ -140,7 +141,7 @@ def test_gradients_of_biases_that_are_composed() -> None:
 
 
 def test_a_program_has_the_kernels_that_it_may_need() -> None:
-    """Kernels are compiled once per machine, for the dtypes and head sizes of programs that need features that cuDNN lacks."""
+    """A program links the library of kernels for its dtype and head size only if it may need features that cuDNN lacks."""
 
     def libraries(t: DType, size: int, **how: Any) -> set[str]:
         @hw.fusion(mesh=hw.Mesh(x=2), q=t[4, "S@x", size], k=t[4, "S", size], bias=t["S@x", "S"], o=hw.i32["N"])
@@ -254,8 +255,8 @@ def test_a_bias_that_is_not_there_has_no_gradient() -> None:
 
 
 def test_explain_says_which_kernels() -> None:
-    """With a bias cuDNN supports only the top-left diagonal; with lengths it supports no diagonal on a rank that has only some of the
-    rows."""
+    """`explain` names cases without cuDNN: a bias with a diagonal that does not start at the top left, and lengths with a causal mask of
+    sharded rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),
@@ -298,7 +299,7 @@ def test_there_is_an_offset_at_least() -> None:
 
 
 def test_rows_that_are_not_aligned_are_copied() -> None:
-    """cuDNN reads 16 bytes at once; f32 and aligned rows are read in place."""
+    """Rows that are not aligned to 16 bytes are copied for cuDNN. Aligned rows, and rows of f32, are read in place."""
 
     def copies(t: DType, size: int) -> int:
         @hw.fusion(x=t[4, "S", size])

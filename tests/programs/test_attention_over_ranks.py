@@ -1,4 +1,4 @@
-"""Attention with a sharded sequence: keys only, whose partial results are joined, or rows and keys; also with sharded heads."""
+"""Attention with sharded keys, whose results are combined, and with sharded rows and keys. Heads may be sharded too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """A token and some rows against a cache with a sharded sequence, and rows sharded like the keys, with gradients."""
+    """Attention of one token, and of several rows, to a cache with sharded keys; and with rows that are sharded like the keys, with
+    gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 
     @hw.fusion(
@@ -87,7 +88,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
-    """Sizes are uneven, so a rank may have no keys, or no valid keys."""
+    """Sizes are uneven, so some ranks have no keys or no valid keys."""
     fusion = over_ranks(mesh, dtype)
     for sizes in ({"B": 3, "T": 29, "U": 70}, {"B": 2, "T": 9, "U": 2}):
         arrays = random_arrays(fusion, sizes, seed=mesh.size)
@@ -106,9 +107,9 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
 
 
 def test_keys_do_not_travel() -> None:
-    """If all ranks have the same queries, only a number and a result per row are sent.
+    """If queries are replicated, ranks send only one number and one result per row.
 
-    Keys do move for sharded rows, windows, and lengths of rows.
+    Keys are sent if rows are sharded, or if there is a window or lengths for several rows.
     """
     cached = hw.bf16[2, 4, "T@cp", 16]
 
@@ -165,7 +166,7 @@ def test_mistake_in_host_ir() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
-    """The last ranks have fewer keys or none; there is still one block per rank."""
+    """The last ranks have fewer keys or none, but there is one block per rank."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
     def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:

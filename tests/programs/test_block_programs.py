@@ -1,4 +1,4 @@
-"""Results of programs with blocks: nested ones, resharded or packed arguments, and equality with the inlined program."""
+"""Results of programs with blocks: nested blocks, arguments that are resharded or packed, and equality with the inlined program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block, with streams inside, two results, an unused parameter, and arguments of other layouts."""
+    """A block that calls a block. They have chunk loops, two results, an unused parameter, and arguments with other shardings."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -73,7 +73,7 @@ def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
 
 
 def test_results_on_other_meshes() -> None:
-    """Each result has memory on the ranks that hold it, even if it is unused."""
+    """Each result has memory on the ranks of its mesh, even if it is unused."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
     types = {"x": hw.f32["M@x", "K"].on(first), "w": hw.f32["K", "N"].on(first)}
@@ -106,7 +106,7 @@ def test_one_function_a_block() -> None:
 
 @pytest.mark.parametrize("name", ["run", "int", "M"])
 def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
-    """The name is a member of the generated program or a keyword; a size and a buffer may have it too."""
+    """The name of a block may be a member of the generated program or a keyword, and a size or buffer may have the same name."""
 
     def body(x: hw.Tensor) -> hw.Tensor:
         return x * 2
@@ -123,7 +123,7 @@ def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, hw.f32), (4, hw.bf16)])
 def test_llama(ranks: int, dtype: DType) -> None:
-    """Logits and cache of a prompt with uneven shards, against NumPy, in any order of operations."""
+    """Logits and cache for a prompt with uneven shards, compared with NumPy, in several orders of operations."""
     module = load_file(EXAMPLES / "llama.py")
     counts = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     fusion = module.program(module.Config(vocab_size=20, hidden_size=24, intermediate_size=32, **counts, dtype=dtype), ranks)
@@ -141,7 +141,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
         given = {name: array.copy() for name, array in arrays.items()}
         with order:
             ranked = program.run(**given, ranks=True)
-        for index in range(1, len(outputs)):  # without the tokens, which ties between logits decide
+        for index in range(1, len(outputs)):  # without the tokens, because logits may have ties
             allowed = tolerance_at_scale(fusion, outputs[index].name, sizes)
             for rank, results in enumerate(ranked):
                 block = want[index][block_of(outputs[index].type, fusion.mesh, rank, want[index].shape)]
@@ -151,14 +151,14 @@ def test_llama(ranks: int, dtype: DType) -> None:
 
 
 def test_32_layers_of_llama() -> None:
-    """One function is called 32 times; it gathers and scatters twice. Compilation takes a few seconds."""
+    """One function, with two gathers and two reduce-scatters, is called 32 times. Compilation takes a few seconds."""
     fusion = load_file(EXAMPLES / "llama.py").llama
-    started = time.process_time()  # processor time, independent of load
+    started = time.process_time()  # CPU time does not depend on other processes
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # the same for uneven rows
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # uneven rows need no other communication
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 1  # the call is in a loop
@@ -166,7 +166,7 @@ def test_32_layers_of_llama() -> None:
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
-    """Neither IR has a line more for 128 layers than for 8, and lowering and the check cost as much."""
+    """Both IRs have as many lines for 128 layers as for 8, and lowering and the check take as long."""
     module = load_file(EXAMPLES / "llama.py")
     lines, seconds = [], []
     for count in (8, 128):
@@ -184,7 +184,7 @@ def test_programs_do_not_grow_with_the_number_of_layers() -> None:
 
 
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
-    """Five calls with their own weights, then two that share weights, on rows that may be uneven."""
+    """Program of five calls with different weights, and two calls with the same weights, on rows that may be uneven."""
 
     @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
     def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -215,7 +215,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
-    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` takes a member of the struct, too
+    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` also uses a member of the struct
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -224,7 +224,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2])
 def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
-    """Like a backward pass, they read results of the other calls, and members of a third function's structs."""
+    """Like a backward pass, calls in reverse order read results of the first calls, and members of the structs of a third function."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -275,7 +275,8 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
-    """Some results are in memory of inputs and some are not; with outputs before and after, and one with a second consumer."""
+    """Each call returns a separate result. Some results are in the memory of inputs. Other outputs precede and follow them, and one result
+    has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -311,7 +312,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """Calls in order, in reverse, and without a loop."""
+    """Results of calls in order, in reverse order, and outside of a loop."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -334,7 +335,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
 def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...]) -> None:
-    """Weights of calls are separate, or are mixed with other inputs of the program, before or after them."""
+    """The weights of calls are consecutive inputs, or other inputs of the program are before, after or between them."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -360,7 +361,8 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
 
 
 def test_each_array_has_a_name_of_its_own() -> None:
-    """Names of arrays for two functions whose weights share words within a function, between the functions, or not at all."""
+    """Arrays of structs have unique names. The weights of two functions have common words within a function, in both functions, or not at
+    all."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

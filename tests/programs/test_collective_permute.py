@@ -1,4 +1,4 @@
-"""hw.collective_permute: a permute if each rank has one block, and local copies if a rank has all blocks."""
+"""hw.collective_permute is a communication if each rank has one block, and local copies if each rank has all blocks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def exchanges(ranks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(dp=2 if ranks < 8 else 1, tp=ranks), x=hw.f32["M@tp", "N"], w=hw.f32["N", "K"])
     def exchanges(x, w):
-        shifted = hw.collective_permute(x, "M", down)  # a rank without a source gets zeros
-        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # more blocks than ranks of any axis
-        columns = hw.collective_permute(x, "N", [2, None, 0])  # every rank has them all
+        shifted = hw.collective_permute(x, "M", down)  # the first block is zeros
+        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # more blocks than ranks along any axis
+        columns = hw.collective_permute(x, "N", [2, None, 0])  # each rank has all blocks
         product = hw.matmul(hw.collective_permute(x, 0, around), w).stream("K", chunks=2)
         streamed = hw.collective_permute(x + x, 0, around).stream("N", chunks=3)
         stated = hw.collective_permute(hw.reshard(w, "N@tp", "K"), 0, around)
@@ -63,7 +63,7 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
 """
     )
     assert "collective_permute %x -> %x_permuted from [3, none, 1, 0] on dp_tp" in stages["serialize_channels"]
-    assert "uneven" not in stages["serialize_channels"]  # blocks have equal size
+    assert "uneven" not in stages["serialize_channels"]  # all blocks have the same size
 
 
 @pytest.mark.parametrize(

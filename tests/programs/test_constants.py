@@ -1,4 +1,4 @@
-"""Constants that a program makes itself: hw.zeros, hw.ones, hw.full and hw.arange."""
+"""Constants that a program creates: hw.zeros, hw.ones, hw.full and hw.arange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 
-X = np.arange(10, dtype=np.float32).reshape(5, 2)  # two ranks hold 3 rows and 2 rows
+X = np.arange(10, dtype=np.float32).reshape(5, 2)  # two ranks have 3 and 2 rows
 MESH = hw.Mesh(x=2)
 
 

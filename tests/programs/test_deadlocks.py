@@ -1,4 +1,4 @@
-"""Programs that deadlock: a one-line error at compile time, and without the check a report at run time. Never a hang."""
+"""Programs that deadlock: the check raises an error at compile time. Without the check there is a report at run time, and no hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
 
-SEVERAL_SECONDS = 60  # far more than a report needs
+SEVERAL_SECONDS = 60  # time limit, far longer than a report takes
 
 SEND_ALONE = """\
 if rank.x == 0 {
@@ -49,7 +49,7 @@ if rank.x == 0 {
 }
 copy %w -> %y
 """
-# body -> message of the check, report of the CPU device
+# For each body: the message of the check, and the report of the CPU device.
 CASES = {
     "send_alone": (
         SEND_ALONE,
@@ -125,12 +125,12 @@ def test_is_reported_when_it_runs(name: str, how: Callable[[], AbstractContextMa
 
 
 def same_report(found: str, wanted: str) -> None:
-    """Compares reports of a parallel run, in which either of two ranks may come first."""
+    """Compares reports of a parallel run, in which either of two ranks may be reported first."""
     assert sorted(found.split()) == sorted(wanted.split()), found
 
 
 def report_of(program: hw.Program, how: Callable[[], AbstractContextManager[None]]) -> str:
-    """Error of a run, with S, C and L in place of the numbers of streams, communicators and lines."""
+    """Error of a run, in which S, C and L replace the numbers of streams, communicators and lines."""
     reports: list[str] = []
 
     def run() -> None:
@@ -159,7 +159,7 @@ host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
 
 
 def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host IR cannot express this, so the C++ is edited by hand."""
+    """The host IR cannot express different orders on different ranks, so the C++ is edited."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     hw.compile(host_text.parse(EXAMPLE)).build()
     source = tmp_path / "orders" / "program.cpp"

@@ -96,12 +96,12 @@ DONATING: tuple[tuple[Traced, dict[str, int]], ...] = (
 @pytest.mark.parametrize(("function", "donate"), DONATING, ids=lambda value: "_".join(value) if isinstance(value, dict) else value.__name__)
 @pytest.mark.parametrize("ranks", [1, 2, 17])
 def test_views_have_the_values_before(ranks: int, function: Traced, donate: dict[str, int]) -> None:
-    """Parameters of fusions and functions: results that overwrite them are written later."""
+    """Views of donated parameters of fusions and functions have the values before the results overwrite the parameters."""
     as_expected(hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, c=HELD, d=HELD)(function), {"S": 4 * ranks})
 
 
 def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
-    """Compiles and runs the program; compares its results and the interpreter's with NumPy."""
+    """Compares the results of the compiled program, and of the interpreter, with NumPy."""
     random = np.random.default_rng(0)
     shapes = {value.name: [size.bind(sizes) for size in value.type.shape] for value in fusion.inputs}
     given = {name: random.integers(-8, 9, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -119,7 +119,8 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """There are two copies: of the view of a donated input, before it is overwritten, and of an argument that is passed twice."""
+    """There are only two copies: the view of a donated input is copied before the input is overwritten, and an argument that is passed
+    twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -135,7 +136,7 @@ def test_nothing_else_is_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_views_in_donated_memory(ranks: int) -> None:
-    """Views of one input, of two that swap memory, and a local slice in the memory of a shard."""
+    """Results that are views of one input, views of two inputs that swap memory, and a local slice in the memory of a shard."""
     square = hw.f32["M@x", "M"]
 
     @hw.fusion(
@@ -149,7 +150,7 @@ def test_views_in_donated_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dims_in_another_order(ranks: int) -> None:
-    """A donated input that is returned transposed: by a fusion, by a function, and by a function whose argument is used afterwards."""
+    """A donated input is returned transposed by a fusion, by a function, and by a function whose argument is used after the call."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "N"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -164,7 +165,7 @@ def test_dims_in_another_order(ranks: int) -> None:
     before = c.copy()
     first, *_ = hw.compile(transposed).run(c, d)
     np.testing.assert_array_equal(first, before.T)
-    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # in order, in the donated array
+    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # the donated array has the elements in row-major order
 
 
 @pytest.mark.parametrize("library", [np, torch])
@@ -180,11 +181,11 @@ def test_a_call_gives_a_view_of_the_array(request: pytest.FixtureRequest, librar
     assert result.tolist() == [[1, 4], [2, 5], [3, 6]]
     assert c.tolist() == [[1, 4, 2], [5, 3, 6]]
     result[0, 0] = 9
-    assert c[0, 0] == 9  # shared memory
+    assert c[0, 0] == 9  # c shares memory with the result
 
 
 def test_elements_do_not_change_places_in_one_memory() -> None:
-    """A kernel accesses only its own index in place, but one buffer has its elements in another order."""
+    """A kernel is not in place if the operand and the result have their elements in different orders."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "M"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -207,7 +208,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_views_beside_loops(ranks: int) -> None:
-    """The donated input is gathered chunk by chunk, and the result that overwrites it is computed in a loop."""
+    """A donated input is gathered in a chunk loop, or the result that overwrites it is computed in a chunk loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])
     def looped(c, w):  # type: ignore[no-untyped-def]
@@ -219,7 +220,7 @@ def test_views_beside_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """Includes a view that another mesh holds in place."""
+    """One view is on another mesh, on the same ranks, without a copy."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 

@@ -1,4 +1,4 @@
-"""Results in donated memory, and slices at positions given by inputs: against NumPy and torch, on 1 to 4 ranks."""
+"""Results in donated memory, and slices at positions that inputs give, compared with NumPy and torch on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DONATED = {"rows": "new_rows", "heads": "new_heads", "kept": "new_kept", "layer_
 
 @hw.block(donate=("held",), row=hw.f32["T", "D"], held=hw.f32["S", "D"], position=hw.i64[1])
 def layer(row, held, position):  # type: ignore[no-untyped-def]
-    """A layer that updates its cache, and then reads all of it."""
+    """A layer that updates its cache, and then reads the whole cache."""
     held = hw.dynamic_update_slice(held, row, (position, 0))
     return row + hw.sum(held, axis=0, keepdims=True), held
 
@@ -66,11 +66,11 @@ def layer(row, held, position):  # type: ignore[no-untyped-def]
 def program(ranks: int, target: str = "cpu") -> hw.Program:
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate=tuple(DONATED), **INPUTS)
     def decode(rows, heads, kept, layer_0, layer_1, row, values, position, slot):  # type: ignore[no-untyped-def]
-        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # crosses shard boundaries
+        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # the update may cross shard boundaries
         new_heads = hw.dynamic_update_slice(heads, values, (slot, 0, position - 1, 0))
         part = hw.dynamic_slice(new_rows, (position, slot), (4, 2))
         new_kept = hw.dynamic_update_slice(kept, row, (2, 0))
-        before = hw.sum(kept, axis=1)  # reads the value before the update
+        before = hw.sum(kept, axis=1)  # reads the old value
         h, first = layer(row, layer_0, position)
         h, second = layer(h, layer_1, position)
         h, second = layer(h, second, position + 1)
@@ -87,7 +87,7 @@ def arrays(position: int, slot: int) -> Arrays:
 
 
 def put(x: Array, update: Array, *starts: int) -> Array:
-    """Update with the semantics of jax.lax."""
+    """Reference of an update, with the semantics of jax.lax."""
     result = x.copy()
     begins = [min(max(start, 0), have - size) for start, have, size in zip(starts, x.shape, update.shape, strict=True)]
     result[tuple(slice(begin, begin + size) for begin, size in zip(begins, update.shape, strict=True))] = update
@@ -113,7 +113,8 @@ def wanted(v: Arrays) -> list[Array]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_of_a_batch_has_a_place_of_its_own(ranks: int) -> None:
-    """Sharded positions and heads, and a sharded batch. Only as many elements of the cache are written as arrive."""
+    """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only the new elements of the cache are
+    written."""
     B, S = 2 * ranks, 7
 
     @hw.fusion(
@@ -150,7 +151,7 @@ def copied(v: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_donated_inputs_hold_the_results(ranks: int) -> None:
-    """Donates global arrays, each rank's arrays without a copy, and in the interpreter and the reference."""
+    """Results are in donated global arrays, in donated local arrays without a copy, and in the interpreter and the reference."""
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
@@ -199,7 +200,8 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """No cache is copied, except one that is read afterwards, for which a note is printed. A kernel iterates over the update's elements."""
+    """No cache is copied, except one that is read afterwards, about which a note is printed. The kernel writes only the elements of the
+    update."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
     assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]
@@ -214,7 +216,7 @@ def test_only_the_update_is_written() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
 def test_adamw_in_place(ranks: int, stage: str) -> None:
-    """Several steps against torch: one in-place kernel, and the communication of the ZeRO stage."""
+    """Several steps, compared with torch. A step is one in-place kernel, and the communication of the ZeRO stage."""
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
@@ -228,7 +230,7 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
     }
     assert posted == (expected[stage] if ranks > 1 else [])
     random = np.random.default_rng(0)
-    w = random.standard_normal(22).astype(np.float32)  # uneven over 4 ranks
+    w = random.standard_normal(22).astype(np.float32)  # uneven on 4 ranks
     m, v = np.zeros_like(w), np.zeros_like(w)
     parameter = torch.nn.Parameter(torch.tensor(w))
     optimizer = torch.optim.AdamW([parameter], lr=1e-2)

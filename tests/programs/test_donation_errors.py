@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="what these tests compare with: pip 
 
 
 def test_a_read_of_what_was_overwritten_is_found() -> None:
-    """The lowered program has none. If the read is moved after the update, in text or to another stream, the check reports it."""
+    """If a read is moved after the update, in the text or to another stream, the check reports it."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -217,7 +217,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Read-only arrays, overlapping arrays, and another array as out=."""
+    """Errors for read-only arrays, overlapping arrays, and another array as out=."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]
@@ -254,5 +254,5 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     assert second.data_ptr() == ty.data_ptr()
     assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
-    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # a strided array, and inputs of another library
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # a strided array, and inputs from another library
     assert wide.tolist() == [2.0, 0.0] * 4

@@ -1,4 +1,4 @@
-"""Reductions of no elements, with the semantics of NumPy."""
+"""Reductions of zero elements have the semantics of NumPy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_those_that_have_none_of_a_known_size(kind: str) -> None:
 
 
 def test_a_rank_may_have_none() -> None:
-    """2 ranks hold 2 and 1 of 3 rows, 1 and 0 of one row, and 0 and 0 of no rows."""
+    """2 ranks have 2 and 1 of 3 rows, 1 and 0 of one row, and none of zero rows."""
     program = hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])(lambda x: hw.max(x, "M")))
     for rows in (3, 1):
         x = -np.arange(1.0, 1 + 4 * rows, dtype=np.float32).reshape(rows, 4)

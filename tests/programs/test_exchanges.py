@@ -1,4 +1,4 @@
-"""Communication outside chunk loops on shared-memory transports, on any number of ranks and in random schedules."""
+"""Communication outside chunk loops with one-sided transports, on any number of ranks and in random schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     assert HostProgram.parse(str(host)) == host
     assert "two_sided" not in str(host)
     assert (" peer" in str(host)) == (fusion.mesh.size > 1)
-    for more in (0, 1, 1 - ranks):  # blocks of one size, of two, and some that are empty
+    for more in (0, 1, 1 - ranks):  # equal blocks, blocks of two sizes, and empty blocks
         arrays = integer_arrays(host, sizes_of(host, 1 if more < 0 else 3, more), seed=0)
         ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
         expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
@@ -42,7 +42,7 @@ RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options)
-    for times, more in ((1, 0), (3, 1), (2, -1)):  # memory grows and is reused
+    for times, more in ((1, 0), (3, 1), (2, -1)):  # the memory grows, and is reused by smaller calls
         arrays = integer_arrays(fusion, sizes_of(program.host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     for seed in range(4 if ranks < 8 else 1):
@@ -55,7 +55,7 @@ def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
 @pytest.mark.parametrize("size", ["M", 7, 12])
 @pytest.mark.parametrize("ranks", [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 4])], ids=str)
 def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
-    """A reader knows only one size for all blocks, so a dim with several sizes is gathered before and cut after."""
+    """Reads need one size for all blocks. A dim whose blocks have several sizes is gathered before, and sliced after."""
     mesh = hw.Mesh(x=5)
     before, after = (mesh.ranks(some, y=len(some)) for some in ranks)
 
@@ -72,7 +72,7 @@ def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list
 
 
 def test_a_part_is_copied_before_others_read_it() -> None:
-    """The part starts at a different offset on the peer."""
+    """A slice is copied before peers read it, because it starts at a different offset on each peer."""
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
 
 
 def test_a_named_size_that_ranks_do_not_divide_moves_by_reading() -> None:
-    """The call makes a variant in which the size is an int."""
+    """The call compiles a variant in which the size is an int."""
     mesh = hw.Mesh(x=3)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M"].on(mesh.ranks([0])))
@@ -97,7 +97,7 @@ def test_a_named_size_that_ranks_do_not_divide_moves_by_reading() -> None:
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
 def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
-    """Micro-batches forward and backward through stages of one rank each, in either program order."""
+    """Forward and backward passes of micro-batches through stages of one rank each, in either order of the program."""
     count, batches = 3, 4
     mesh = hw.Mesh(x=count)
     stages = [mesh.ranks([rank]) for rank in range(count)]

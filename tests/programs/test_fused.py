@@ -1,4 +1,4 @@
-"""Norms, attention and random numbers in whole programs, on the CPU target and on every rank, against NumPy in float64."""
+"""Norms, attention and random numbers in whole programs, on every rank of the CPU target, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def norms(ranks: int, t: DType) -> Fusion:
-    """Rows are sharded. Dropout and a residual come before norms, and a norm before the norm of a sum with it."""
+    """Norms of sharded rows: after dropout and a residual, and of a sum with the result of another norm."""
 
     rows = {"p": t["M@x", 32], "q": t["M@x", 32], "v": t[32], "u": t[32]}
 
@@ -48,7 +48,7 @@ def norms(ranks: int, t: DType) -> Fusion:
 
 
 def columns(ranks: int, t: DType) -> Fusion:
-    """The reduced dim is sharded: statistics are communicated, and argmax gathers."""
+    """Reductions over a sharded dim: statistics are all-reduced, and argmax gathers."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "N@x"], w=t["N@x"])
     def columns(x, w):  # type: ignore[no-untyped-def]
@@ -72,7 +72,7 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Heads are sharded; the second case has two query heads per key head."""
+    """Attention with sharded heads, and attention with two query heads per key head."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -95,7 +95,7 @@ def attention(ranks: int, t: DType) -> Fusion:
 
 
 def rotary(ranks: int, t: DType) -> Fusion:
-    """Both orders of pairs, on heads before and after the rows, and on a view of a matmul's result."""
+    """Rotary embeddings with both orders of pairs, with heads before and after the rows, and on a view of a product."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -114,7 +114,7 @@ def rotary(ranks: int, t: DType) -> Fusion:
 
 
 def dropped(ranks: int, t: DType) -> Fusion:
-    """Attention with dropout of weights, with and without grouped heads: equal random numbers."""
+    """Attention with dropout, with and without grouped heads, which must use the same random numbers."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -154,7 +154,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Array]:
         drawn = random.uniform(-1, 1, shape) if kind == "float" else random.integers(0, 2, shape) if kind == "bool" else np.asarray(7)
         arrays[value.name] = np.asarray(drawn).astype(numpy_dtype(value.type.dtype))
     if "mask" in arrays:
-        arrays["mask"][:, 0] = True  # no row without a column
+        arrays["mask"][:, 0] = True  # each row attends to at least one column
     return arrays
 
 
@@ -208,7 +208,7 @@ def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
 
 
 def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
-    """The matmul with the values writes in the layout that the output projection reads."""
+    """The matmul with the values writes the result in the layout that the output projection reads."""
 
     @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])
     def layer(q, w):  # type: ignore[no-untyped-def]

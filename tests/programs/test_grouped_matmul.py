@@ -1,4 +1,5 @@
-"""Grouped matmuls: every routing, layout and sharding against NumPy, forward and both gradients; counts and results of stated sizes."""
+"""Grouped matmuls and their gradients with every routing, layout and sharding, compared with NumPy. Also hw.bincount, hw.nonzero and
+hw.repeat_interleave."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def dims(names: str, sharded: tuple[str, ...], axis: str = "x") -> list[str]:
 
 
 def whole(x: Array, w: Array, y: Array, ends: Array) -> tuple[Array, Array, Array]:
-    """The product, and the gradients of x and w for a gradient y."""
+    """The product, and the gradients of x and w, where y is the gradient of the product."""
     made, of_x, of_w = (np.zeros(shape) for shape in ((len(x), w.shape[2]), x.shape, w.shape))
     for e, (start, end) in enumerate(pairwise([0, *np.minimum(ends, len(x))])):
         made[start:end] = x[start:end] @ w[e]
@@ -92,7 +93,7 @@ def test_every_routing_and_sharding(sharding: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.bf16], ids=str)
 def test_compiled(dtype: hw.DType) -> None:
-    """All layouts and ranks in C++, with rows that ranks do not share evenly."""
+    """Compiled programs for all layouts and numbers of ranks, with uneven rows."""
     compiled = hw.compile(program("rows", 2, dtype))
     numpy = {hw.f64: np.float64, hw.f32: np.float32, hw.bf16: ml_dtypes.bfloat16}[dtype]
     tolerance = {hw.f64: 1e-12, hw.f32: 1e-4, hw.bf16: 0.2}[dtype]
@@ -108,7 +109,7 @@ def test_compiled(dtype: hw.DType) -> None:
 
 
 def test_sums_of_ranks_in_f32() -> None:
-    """With partial_dtype, 16-bit products of ranks are summed in f32 without casts of the operands."""
+    """With partial_dtype, the partial sums of 16-bit operands are f32. The operands are not cast."""
     host = lower(program("depth", 2, hw.bf16), Options(partial_dtype=hw.f32))
     text = str(host)
     assert "y_partial: f32" in text or "allocate f32[T, N]" in text
@@ -117,7 +118,8 @@ def test_sums_of_ranks_in_f32() -> None:
 
 
 def test_ranks_reduce_tokens_and_not_choices() -> None:
-    """Partial sums of experts pass through the order of the tokens and the sum of their choices, and are reduced once."""
+    """A partial sum over experts is reduced only once, after the rows are in the order of the tokens and the choices of each token are
+    added."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T", "K"], w=hw.f32["E@x", "K", "N"], ends=hw.i32["E"], order=hw.i64["T"])
     def combined(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor, order: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Gathers, scatters, sorts, scans, bit operations and slices: against torch and NumPy, on 1 to 4 ranks."""
+"""Gathers, scatters, sorts, scans, bit operations and slices, compared with torch and NumPy on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hostweave.pipeline import lower
 
 Array = NDArray[Any]
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
-SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # all uneven over 4 ranks; one rank has nothing of W
+SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # all uneven on 4 ranks; one rank has no elements of W
 INPUTS = {
     "x": hw.f32["M", "N"],
     "rows": hw.f32["M@x", "N"],
@@ -48,7 +48,7 @@ INPUTS = {
 
 
 def arrays(seed: int = 0) -> dict[str, Array]:
-    """Numbers with exact sums, some of them equal, and NaNs."""
+    """Inputs whose sums are exact, with equal numbers and NaNs."""
     random = np.random.default_rng(seed)
 
     def shape(name: str) -> list[int]:
@@ -91,7 +91,7 @@ def put(x: Array, places: Array, terms: Array) -> Array:
 
 WRAPS = {(kind, name): {"dtype": dtype} for kind in ("sum", "prod") for name, dtype in (("small", "i2"), ("short", "u2"), ("long", "u8"))}
 
-# The program, and its equivalent on arrays `v`.
+# For each name: the program, and the same function on arrays `v`.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "take": (lambda v: hw.take(v.x, v.ids, 1), lambda v: np.take(v.x, v.ids, 1)),
     "take_one": (lambda v: hw.take(v.rows, v.one, 0), lambda v: v.rows[v.one]),
@@ -231,7 +231,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ops(ranks: int, target: str) -> None:
-    """All ops on 4 ranks, and on a GPU on 1; some on other numbers of ranks."""
+    """Tests all ops on 4 ranks, and on one GPU, and some ops on other numbers of ranks."""
     if target == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     cases = [*CASES] if ranks == 4 or target == "cuda" else [*CASES][ranks::7]
@@ -244,7 +244,7 @@ def test_ops(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_references(ranks: int) -> None:
-    """NumPy semantics of ops on global arrays and on local blocks, also empty ones."""
+    """The NumPy references of ops on global arrays, and on local blocks, some of which are empty."""
     fusion, given = program(ranks), arrays(ranks)
     check([*CASES], given, run_reference(fusion, given))
     host = lower(fusion, hw.Options())
@@ -260,7 +260,7 @@ def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
 
     host = str(lower(model, hw.Options(partial_dtype=hw.f32)))
     sent = [" ".join(line.split()[:2]) for line in host.splitlines() if line.endswith(" on tp")]
-    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # one for the loss, one for the embedding
+    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # one sum for the loss, and one for the embedding
     assert "f32[V" not in host  # the table is not cast
 
 
@@ -302,8 +302,8 @@ def test_the_first_ones_are_ordered_alone() -> None:
     compiled = hw.compile(sampled)
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
-    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # beyond the limit for partial sorting on a GPU
-    assert "grid_of_orders(B, V, 5)" in compiled.source  # all blocks sort a long row, otherwise one block per row
+    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more elements than a GPU sorts partially
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # all blocks sort one long row; otherwise each block sorts a row
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))

@@ -1,4 +1,4 @@
-"""Integers with NumPy's semantics: exact beyond the range of floats, and sums and products wrap around."""
+"""Integers have NumPy's semantics: results are exact beyond the range of floats, and sums and products wrap around."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ INTS = (hw.i8, hw.i16, hw.i32, hw.i64, hw.u8, hw.u16, hw.u32, hw.u64)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [hw.i8, hw.i32, hw.i64], ids=str)
 def test_integers_wrap_around(target: str, dtype: DType) -> None:
-    """Includes sums within one kernel, where a compiler may exploit undefined overflow."""
+    """Sums within one kernel also wrap around, although overflow is undefined in C++."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.array([kind.max, kind.min, 5, -1, kind.max // 2 + 1], kind.dtype)
     with np.errstate(over="ignore"):
@@ -65,7 +65,7 @@ def test_integers_wrap_around(target: str, dtype: DType) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_reductions_wrap_around(target: str, dtype: DType) -> None:
-    """Sums over rows, columns and all dims, on one thread and on many, and at indices."""
+    """Sums over rows, over columns, over all dims, and at indices, by one thread and by many."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.random.default_rng(0).integers(kind.min, kind.max, (70, 300), kind.dtype, endpoint=True)
     index = np.arange(70) % 3
@@ -106,7 +106,7 @@ def test_floats_become_ints_by_i64(target: str, dtype: DType) -> None:
 
 
 def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
-    """NVRTC has no option for wrapping integers. The process aborts on signed overflow."""
+    """Kernels have no signed overflow, because NVRTC has no option to define it. The test's process aborts on signed overflow."""
     compiler = tmp_path / "c++"
     sanitized = "-fno-wrapv -fsanitize=signed-integer-overflow,float-cast-overflow -fsanitize-undefined-trap-on-error"
     compiler.write_text(f'#!/bin/sh\nexec c++ "$@" {sanitized}\n')
@@ -124,7 +124,7 @@ def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
     ("ranks", "dtype"), [(1, hw.i64), (2, hw.i8), (2, hw.u64), (3, hw.u8), (4, hw.i16), (4, hw.u32), (8, hw.i32)], ids=str
 )
 def test_products(ranks: int, dtype: DType) -> None:
-    """Extreme values: products and their sums wrap around; also in loops, over sharded dims, and as views."""
+    """Products of extreme values, and their sums, wrap around, also in loops, over sharded dims, and of views."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -147,7 +147,7 @@ def test_products(ranks: int, dtype: DType) -> None:
 
 
 def test_bits_of_products() -> None:
-    """The check of results computes integer matmuls as integers. The matmul's kernel contains names that are not the user's."""
+    """The check of results computes matmuls of integers exactly. The kernel of the matmul has names that the compiler creates."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i64["M@x", "K"])
     def bits(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Concat and pad inside kernels, on the CPU target and on every rank, against NumPy."""
+"""Concat and pad inside kernels, on every rank of the CPU target, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def joined(ranks: int, t: DType) -> Fusion:
-    """Parts that share operands, parts in parts, and parts of one element."""
+    """Concats whose operands have common operands, are concats, or have one element."""
     rows = dict.fromkeys(("x", "z"), t["M@x", 4, "N"])
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), **rows, c=t["M@x", 1, "N"], s=t["M@x", 1, "N"], w=t["N"])
@@ -34,14 +34,14 @@ def joined(ranks: int, t: DType) -> Fusion:
         outer = hw.concat([x[:, :1] * w, z[:, 1:], c + w, x - s], axis=1) * hw.cos(w)
         below = (hw.concat([x[:, 0] * 2, z[:, 0], x[:, 1]], axis=-1) > 0, hw.concat([w[:1], hw.exp(w), w[1:] * w[1:]], axis=0))
         inner = hw.concat([x[:, 1:3, :2], z[:, :2, :3], x[:, 1:3, 5:]], axis=2)
-        written = hw.concat([x[:, :1], inner, x[:, 3:]], axis=1) * 2  # a part along two dims
+        written = hw.concat([x[:, :1], inner, x[:, 3:]], axis=1) * 2  # `inner` is a concat along another dim
         return turned, nested, stacked, outer, *below, written
 
     return joined
 
 
 def reduced(ranks: int, t: DType) -> Fusion:
-    """Rows and columns of parts are reduced, padded, updated in place and looked up."""
+    """Concats whose rows and columns are reduced, padded, updated in place and looked up."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -83,7 +83,7 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
-    """Rows are uneven, or there are fewer rows than ranks. Vectors fit into all parts, or not."""
+    """Rows are uneven, or fewer than ranks. Operands are or are not multiples of a vector."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
     for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)
@@ -107,7 +107,7 @@ def test_on_a_gpu(make: Callable[[int, DType], Fusion]) -> None:
 
 
 def test_a_part_is_computed_only_where_it_is_used() -> None:
-    """rotate_half and the ops around it are one kernel, which copies nothing."""
+    """`rotate_half` and the ops before and after it are one kernel, without a copy."""
 
     @hw.fusion(x=hw.bf16["M", 4, 32], c=hw.bf16["M", 1, 32], s=hw.bf16["M", 1, 32])
     def turned(x, c, s):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Memory of an open program on its devices; all of it is freed at close."""
+"""Memory of a program on its devices. `close` frees all of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 4
 
 
 def held() -> dict[str, int]:
-    """Memory that all programs of this process hold on the CPU device."""
+    """Counters of the memory of all programs of this process on the CPU device."""
     return {name: count for name, count in counted().items() if name.startswith("live_")}
 
 
@@ -41,7 +41,7 @@ def test_close_frees_everything() -> None:
     opened = held()
     assert opened["live_bytes"] > before["live_bytes"]
     assert opened["live_events"] > before["live_events"]
-    assert opened["live_communicators"] == before["live_communicators"]  # shared
+    assert opened["live_communicators"] == before["live_communicators"]  # programs share communicators
     program.close()
     assert held() == before
 
@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """A call at sizes for which the memory suffices allocates nothing, either."""
+    """A call with other sizes, for which the memory is large enough, does not allocate either."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
@@ -79,7 +79,7 @@ def test_the_arena_is_as_large_as_the_plan_says() -> None:
     program, before = hw.compile(fusion), held()["live_bytes"]
     program.run(**arrays)
     arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))
-    word = 4  # copied to the host at the start of graph launches
+    word = 4  # bytes of a word that is copied to the host when a graph launch starts
     assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments + word)
     program.close()
 
@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """Memory is shared as planned, and all memory is NaN before every call."""
+    """Buffers share memory as planned. All memory is NaN before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
@@ -140,7 +140,7 @@ host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(
 
 
 def without(line: str) -> HostProgram:
-    """Program without one of its records and waits."""
+    """Program without this line, which is a record or a wait."""
     return HostProgram.parse(SHARED.replace(f"    {line}\n", "").replace(f"  {line}\n", ""))
 
 
@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """Both the check of the program and the device detect it, the device in every schedule."""
+    """The check detects a missing dependency, and the device detects it in every schedule."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

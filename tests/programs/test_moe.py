@@ -1,4 +1,4 @@
-"""Mixtures of experts over ranks: the layer and its gradients equal the same math on one device, for every routing; capacities."""
+"""Mixtures of experts on several ranks: the layer and its gradients equal those on one device, for every routing and capacity."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[
     for rank, own in enumerate(results):
         for output, want in zip(host.outputs, wanted, strict=True):
             block = want[block_of(output.type, host.mesh, rank, want.shape)]
-            np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # scores are of f32
+            np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # scores are f32
 
 
 CASES = [(1, "auto"), (2, "peer"), (3, "auto"), (4, "one_sided")]
@@ -59,7 +59,7 @@ def test_every_routing(ranks: int, transport: str) -> None:
 
 
 def test_tokens_travel_once_each_way() -> None:
-    """All ranks gather the tokens, and add their sums by one reduce-scatter. Besides these only ids and weights travel."""
+    """Tokens are all-gathered, and the sums of the ranks are reduce-scattered. All other communication is of ids and weights."""
     sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.Communication)]
     assert [type(i) for i in sent].count(ir.ReduceScatter) == 1
     gathered = [i.src for i in sent if isinstance(i, ir.AllGather)]
@@ -91,7 +91,7 @@ def test_meshes(axes: dict[str, int]) -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_mutants_are_caught(seed: int) -> None:
-    """The check of results detects other blocks, groups and orders in dispatch, products and combine."""
+    """The check of results detects wrong blocks, groups and orders in dispatch, products and combine."""
     subjects = [Subject(f"{name} on 2 ranks", fusion) for name, fusion in programs(2).items()]
     verdicts = list(judged(24 if seed == 0 else 200, subjects[: seed + 1], seed))
     assert [where for _, where, verdict in verdicts if verdict == MISSED] == []
@@ -103,7 +103,7 @@ SEEDS = [range(6), *(pytest.param(range(at, at + 50), marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_routings(seeds: range) -> None:
-    """Dispatch and combine of random numbers of ranks, experts, tokens, choices and capacities."""
+    """Dispatch and combine with random numbers of ranks, experts, tokens, choices and capacities."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         ranks, own, choices, tokens = (int(random.integers(1, most)) for most in (5, 4, 4, 6))
@@ -127,12 +127,12 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """Choices without room add nothing: those of the last tokens of the last experts of each rank."""
+    """Choices beyond the capacity of a rank add nothing: those of the last tokens of the rank's last experts."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 
 def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity: int | None, random: np.random.Generator) -> None:
-    """Rows go to the ranks of their experts and back. Experts of a token are random, and may repeat."""
+    """Sends rows to the ranks of their experts and back. The experts of a token are random, and may be equal."""
 
     @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", choices], weights=hw.f64["T@ep", choices])
     def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

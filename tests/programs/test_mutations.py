@@ -1,8 +1,8 @@
-"""Every record, wait, fork and join of every program is necessary, and the tests detect a missing one.
+"""Every record, wait, fork and join of every program is necessary, and tests detect a missing one.
 
-One of them is dropped, and the program runs on the CPU device. Inputs are produced and outputs consumed on the caller's stream,
-several calls are in flight, and all memory holds NaN before each. Unless the static check accepts the mutant, some schedule gives
-wrong results, and the device's race detection reports it.
+A mutant lacks one of them, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in flight,
+and all memory is NaN before each call. If the static check rejects the mutant, some schedule must give wrong results, and the race
+detection of the device must report it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 
 SEEDS = 200
-CALLS = 3  # in flight at a time
+CALLS = 3  # number of calls in flight
 SYNCHRONISATION = (ir.Record, ir.Wait, ir.Fork, ir.Join)
-TURNS = "turn"  # event that orders channels; without it ranks may deadlock, but results stay correct
+TURNS = "turn"  # event that orders channels; without it ranks may deadlock, but results are not wrong
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Programs without one of their synchronisations, with a description."""
+    """Programs without one synchronisation, and descriptions."""
     parts = bodies(host)
     found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):
@@ -53,7 +53,7 @@ class Variant:
 
 
 SMALL = Variant(ranks=3, chunks=5, streams=4)
-ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # its records and waits are redundant with a single stream
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream its records and waits are redundant
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
@@ -107,7 +107,7 @@ def test_dropped_turns() -> None:
             rejected[dropped] = str(caught.value)
             program = compiled(mutant, options=Options(check=False))
             assert not any(is_wrong(program, fusion, calls, seed) for seed in range(20))
-            # The first record is only for the check: CUDA ignores a wait for an event that was never recorded.
+            # The first record is necessary only for the check, because CUDA ignores a wait for an event that was never recorded.
             assert any(is_reported(program, calls, seed) for seed in range(20)) == (len(rejected) > 1)
     assert list(rejected) == ["1 record turn[0]", "2 wait turn[0]", "3 record turn[0]"]
     first, *others = rejected.values()
@@ -116,7 +116,7 @@ def test_dropped_turns() -> None:
 
 
 def without_idle_waits(mutant: HostProgram) -> HostProgram:
-    """CUDA ignores a wait for an event that was never recorded; the check treats it as an error."""
+    """The mutant without waits for events that are never recorded. CUDA ignores such waits, and the check rejects them."""
     recorded = {i.event for i in tree.walk(mutant.body) if isinstance(i, ir.Record)}
     return replace(mutant, body=tree.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
 

@@ -1,4 +1,4 @@
-"""Results of programs on the CPU target, on every rank, against NumPy: in parallel, and in seeded orders."""
+"""Results of programs on every rank of the CPU target, compared with NumPy: with parallel ranks, and in seeded orders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of a compile. `chunks` applies if ranks do not determine it; `known` sizes are constants in the program."""
+    """Options of a compilation. `chunks` is the number of chunks if the number of ranks does not determine it. If `known`, sizes are
+    constants."""
 
     ranks: int
     chunks: int
@@ -83,7 +84,7 @@ def test_matches_numpy(name: str, variant: Variant) -> None:
 
 @pytest.mark.parametrize("name", [*SEVERAL, *ONE_DEVICE])
 def test_any_size(name: str) -> None:
-    """One compiled program at several sizes, alternating."""
+    """Runs one compiled program alternately at several sizes."""
     variant = VARIANTS[3] if name in SEVERAL else ON_ONE_DEVICE[0]
     for times in (1, 4, 1):
         fusion, sizes = fusion_and_sizes(name, variant, times)
@@ -97,7 +98,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
-    """The last ranks hold less or nothing."""
+    """The last ranks have fewer elements or none."""
     variant = VARIANTS[3]
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))

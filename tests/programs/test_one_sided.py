@@ -1,4 +1,4 @@
-"""Programs whose ranks access each other's memory, on any number of ranks and in random schedules."""
+"""Programs in which ranks access each other's memory, on any number of ranks and in random schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLLY = (
     "matmul_ar",
     "matmul_ar_ag",
     "ag_matmul_flat_chunked",
-)  # use windows if the transport is stated
+)  # programs that use windows if the transport is stated
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_ring", 4),
     ("matmul_rs_ring", 3),
@@ -41,7 +41,7 @@ TRANSPORTS = ("peer", "one_sided")
 
 
 def options_of(name: str, transport: str = "peer") -> Options:
-    """Options with the given transport; peer is the default of programs that do not state one."""
+    """Options with the given transport. Programs with `algorithm="put"` use peer by default."""
     return Options(transport=transport if name in WHOLLY or transport != "peer" else "auto")
 
 
@@ -50,7 +50,7 @@ def options_of(name: str, transport: str = "peer") -> Options:
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options_of(name, transport))
-    for times in (1, 3, 2):  # memory grows and is reused
+    for times in (1, 3, 2):  # the memory grows, and is reused
         arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True))
     calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
@@ -94,12 +94,13 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
 def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
-    assert len(launches) == (1 if ranks <= 8 else 2)  # more terms need a separate reduction
+    assert len(launches) == (1 if ranks <= 8 else 2)  # more than 8 terms are added by a separate kernel
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 
 def test_blocks_that_are_scattered_leave_one_by_one() -> None:
-    """Concurrent matmuls would end together, and the first block would leave late."""
+    """Matmuls before a reduce-scatter are on one stream, because concurrent matmuls would end together, and the first block would be sent
+    late."""
     host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
     assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
     assert (
@@ -152,14 +153,14 @@ def test_sums_alone_are_put() -> None:
 
 
 def test_reference() -> None:
-    """The reference of a program is the reference of the same program without puts."""
+    """A program with puts has the same reference as the program without puts."""
     one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
     arrays = integer_arrays(one, sizes_of(one), 0)
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])
 
 
 def test_ranks_that_make_calls_of_their_own() -> None:
-    """Ranks register growing memory collectively. If a call fails on one rank, no other rank waits for it."""
+    """Ranks register memory collectively when it grows. If a call fails on one rank, the other ranks do not wait for it."""
     fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
     program, provider = compiled(fusion), hw.Threads(3)
     calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]

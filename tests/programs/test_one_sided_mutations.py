@@ -1,7 +1,7 @@
-"""Each put, get, signal and wait, with its peer, place, number and count, is necessary.
+"""Each put, get, signal and wait is necessary, with its peer, position, signal number and count.
 
-The check and some schedule of the CPU device detect each mutation. The source address of a get is a matter of values, which the
-check does not cover.
+The check, and some schedule of the CPU device, detect each mutant. The proof of order does not detect a wrong source address of a get,
+because it does not cover values.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tr
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Programs with one part of their one-sided communication dropped or changed, with a description."""
+    """Programs in which one part of the one-sided communication is dropped or changed, and descriptions."""
     walked = list(tree.walk(host.body))
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):
         for what, new in changes_of(host, i):
             yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
-            while name in views:  # address on the peer or on this rank
+            while name in views:  # views of the buffer on the peer or on this rank
                 view = walked[views[name]]
                 where = "start" if isinstance(view, ir.Slice) else "index" if isinstance(view, ir.Select | ir.Chunk) else ""
                 if where and getattr(view, where) != Const(0):
@@ -62,7 +62,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
 
 
 def sizes_for(host: HostProgram) -> dict[str, int]:
-    """Sizes at which a block has several rows, and the last block is short if it may be."""
+    """Sizes for which a block has several rows. If uneven shards are allowed, the last block has fewer."""
     return {name: 2 * least - (name in host.uneven) for name, least in minimal_sizes(host).items()}
 
 
@@ -75,7 +75,7 @@ def is_accepted(mutant: HostProgram) -> bool:
 
 
 def harmless(host: HostProgram, mutant: HostProgram) -> bool:
-    """Returns True if the check accepts a mutant. It may do so only if all ranks' results are unchanged."""
+    """True if the check accepts a mutant. Fails if the check accepts a mutant that changes results."""
     if not is_accepted(mutant):
         return False
     arrays = integer_arrays(host, sizes_for(host), seed=0)
@@ -86,7 +86,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 
 def is_needless(what: str) -> bool:
-    """True if events already order the streams, or if a read is only repeated."""
+    """True if the mutant is correct: events order the streams anyway, or a read is only repeated."""
     needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 
@@ -100,7 +100,7 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """The same for shared memory that the caller may write before a call and after it."""
+    """Also tests arrays in windows, which the caller may write before and after a call."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -130,7 +130,7 @@ def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) -> None:
-    """Requires that the first matmul uses this rank's shard."""
+    """The first matmul uses the local shard, so the others must wait for arriving shards."""
     transport = "two_sided" if way == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
     host = lower(weights(way == "get(3)", hw.f32["K", "K@dp"]), options)
@@ -139,7 +139,7 @@ def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) 
 
 
 def test_every_one_is_needed_of_a_gather_that_is_needed_next() -> None:
-    """The caller's stream copies the rank's own shard during the transfer, and another gather follows."""
+    """The caller's stream copies the local shard during the transfer, and another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
     def weights(x: hw.Tensor, u: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
@@ -189,7 +189,7 @@ CALLS = 3  # in flight at a time
 
 
 def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:
-    """Returns True if this schedule shows an error: a deadlock, a missing dependency, or a wrong result."""
+    """True if this schedule reveals an error: a deadlock, a missing dependency, or a wrong result."""
     calls = [integer_arrays(host, {"M": 6}, number) for number in range(CALLS)]
     with seeded(seed, check_dependencies=seed % 2 == 0):
         try:

@@ -1,4 +1,4 @@
-"""Options(partial_dtype=hw.f32): terms of 16-bit floats are sent in f32 and rounded once, at the end."""
+"""Options(partial_dtype=hw.f32): partial sums of 16-bit floats are sent in f32, and rounded once at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS, CHUNKS = 8, 3
 )
 def test_sums_are_closer(name: str, dtype: DType) -> None:
     fusion = fusion_of(name, RANKS, CHUNKS, dtype)
-    # K = 1: terms are exact in f32, so the result differs from the exact sum only by one rounding to nearest.
+    # For K = 1 the terms are exact in f32, so the result is the exact sum, rounded once to nearest.
     exact = tolerance(dtype).rtol / 4
     sizes = {**sizes_of(fusion), "K": 1 if name == "matmul_rs_through_bcast" else RANKS}
     worst: dict[bool, float] = {}

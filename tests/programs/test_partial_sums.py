@@ -1,4 +1,4 @@
-"""Partial sums that move past ops, contractions over several dims, and means of uneven shards: compiled, and run on 1 to 4 ranks."""
+"""Reductions that move past ops, contractions over several dims, and means of uneven shards, compiled and run on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def norms(mesh: hw.Mesh) -> Fusion:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_on_ranks(mesh: hw.Mesh) -> None:
-    """Uneven sizes; some ranks hold nothing."""
+    """Sizes are uneven, and some ranks have no elements."""
     for fusion, all_sizes in (
         (gradients(mesh), [SIZES, SIZES | {"F": 7, "T": 3, "C": 1}]),
         (norms(mesh), [{"M": 12, "N": 12}, {"M": 7, "N": 5}, {"M": 1, "N": 1}]),
@@ -63,7 +63,7 @@ def test_on_ranks(mesh: hw.Mesh) -> None:
 
 
 def test_norms_of_what_is_far_from_zero() -> None:
-    """The variance is small compared with the mean, so differences from the global mean are squared."""
+    """The variance is accurate if it is small compared with the mean, because differences from the global mean are squared."""
 
     @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])
     def moments(x):
@@ -78,7 +78,8 @@ def test_norms_of_what_is_far_from_zero() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
-    """Each correction, for sharded and other dims; NaN if it equals the number of elements."""
+    """Variances with each correction, over sharded and unsharded dims. The result is NaN if the correction equals the number of
+    elements."""
     rows, columns = (5, 3) if stated else ("M", "K")
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[f"{rows}@x", columns], y=hw.bf16[rows, columns])

@@ -1,4 +1,4 @@
-"""Two stages on two meshes, on the CPU target: every rank's results, and arguments of ranks outside a mesh."""
+"""Pipelines of two stages on two meshes, on the CPU target: results of all ranks, and arguments of ranks outside of a mesh."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ LINE = Mesh(x=3)
 
 @hw.fusion(mesh=LINE, x=hw.f32["M@x", "N"], v=hw.f8e4m3["K", "M@x"].on(LINE.ranks([0, 1])))
 def uneven(x, v):
-    """An all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
+    """Program with an all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
     columns = hw.reshard(x, "M", "N@x")
     moved = hw.reshard(v, "K", "M@x", mesh=LINE.ranks([2, 1, 0]))
     return columns, hw.reshard(hw.sum(x, axis=0), "N@x"), hw.reshard(columns + 1, "M", "N"), moved
@@ -140,7 +140,7 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
     assert all(plan.peak == plan.bound for plan in plans)
     report = memory_report(host, {})
     assert [line.rpartition(", ")[2] for line in report.splitlines() if line.startswith("memory of")] == ["rank 0", "rank 2"]
-    if name == "two_stages_streamed":  # one buffer per stream, results in place; received data is kept for one step
+    if name == "two_stages_streamed":  # one buffer per stream, results in place, and received data of one iteration
         assert [row.name for row in plans[0].rows] == ["%h", "%matmul_down1"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%g"]
         many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
@@ -148,7 +148,7 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:
-    """A block is on the mesh of its parameters; all ranks call it, and those of the mesh compute."""
+    """A block is on the mesh of its parameters. All ranks call the function, and the ranks of the mesh compute."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
 
@@ -172,7 +172,7 @@ def test_layers_of_a_stage_are_calls_of_a_block() -> None:
         return blocks[1](hw.reshard(h, "M", "E", mesh=second), up3, down3)
 
     program = hw.compile(three_layers)
-    assert program.source.count("  stage_1(") == 2  # calls of one function
+    assert program.source.count("  stage_1(") == 2  # both calls are of one function
     arrays = integer_arrays(three_layers, {"M": 3, "E": 4, "F": 6}, seed=0)
     expect(three_layers, arrays, program.run(**arrays, ranks=True), exact=True)
 
@@ -185,13 +185,13 @@ GIVEN = integer_arrays(FUSION, {"M": 6, "K": 5, "N": 4}, seed=0)
 
 
 def local(rank: int) -> list[Array | None]:
-    """Argument of a rank: None if it is on the other mesh."""
+    """Argument of a rank, or None if the input is on the other mesh."""
     parts = [v.type.shard(GIVEN[v.name], rank, FUSION.mesh) if holds(v.type, FUSION.mesh, rank) else None for v in FUSION.inputs]
     return [None if part is None else np.ascontiguousarray(part) for part in parts]
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """Result of `function(rank)`, or the error that it raises, for each rank."""
+    """For each rank, the result of `function(rank)`, or the error that it raises."""
     provider = hw.Threads(4)
 
     def call(rank: int) -> Any:
@@ -243,7 +243,7 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 
 
 def test_sizes_that_the_own_arrays_do_not_tell() -> None:
-    """For ranks that are processes: a rank knows only the sizes of its arguments and those that the caller states."""
+    """A rank that is a process knows only the sizes of its arguments, so the caller must state the others."""
     host = lowered(FUSION)
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows())

@@ -1,4 +1,4 @@
-"""Every pointwise op of the table against torch, at critical values."""
+"""Every pointwise op of the op table at critical values, compared with torch."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def values(dtype: DType) -> torch.Tensor:
 
 
 def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
-    """Reference, in float64 for floats, rounded to the result's dtype."""
+    """Reference by torch. Floats are computed in float64, and rounded to the dtype of the result."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
     is_division = kind in ("floor_divide", "remainder", "fmod")  # torch raises for integer division by 0
     result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
-    if kind == "sign":  # sign of NaN: NaN in the standard and NumPy, 0 in torch
+    if kind == "sign":  # the sign of NaN is NaN in the array API and NumPy, and 0 in torch
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
     return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
 
 
 def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
-    """Ops that take two tensors of this dtype, or one, and a program of all of them."""
+    """Ops that take one or two tensors of this dtype, and a program with all of them."""
     kinds: list[str] = []
 
     @hw.fusion(a=dtype["N"], b=dtype["N"])
     def program(a, b):
         results = []
         for kind in KINDS:
-            with contextlib.suppress(ProgramError):  # op without this dtype
+            with contextlib.suppress(ProgramError):  # the op does not support this dtype
                 results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
                 kinds.append(kind)
         return tuple(results)
@@ -96,26 +96,26 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """Every 30011th f32 of a range, with all exponents."""
+    """Every 30011th f32 of a range, which includes all exponents."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
 
-# Domains of functions that are not defined everywhere.
+# Ranges of arguments, for functions that are not defined everywhere.
 RANGES = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
     **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),
     **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
-    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # below, exp(-x) is infinite and the result 0, as in torch
+    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # for smaller x, exp(-x) is infinite and the result is 0, as in torch
 }
-MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # several roundings, or glibc's tanh
+MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # these round several times, or use tanh of glibc
 OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 
 
 @pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_are_exact_over_the_whole_range() -> None:
-    """Within 2 ulp of f32 on the CPU target, for normal numbers."""
+    """On the CPU target, results for normal numbers are within 2 units in the last place of f32."""
     kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
     given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
 
@@ -144,7 +144,7 @@ def test_every_op_compiles_for_cuda(dtype: DType) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, op in OPS.items() if op.is_public])
 def test_functions_are_those_of_their_entries(kind: str) -> None:
-    """Each has its name, a signature, a description and an example."""
+    """Each public function has the name of its op, a signature, a description and an example."""
     function = getattr(hw, kind)
     assert kind in hw.__all__
     assert function.__name__ == function.__qualname__ == kind

@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floats: all kinds of scales and shardings, fusion with preceding kernels, and matmuls of the results."""
+"""Quantisation to 8-bit floats: all granularities of scales, all shardings, fusion with preceding kernels, and matmuls of the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ M, K = 384, 3072
 
 
 def blocks(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the elements that share a scale."""
+    """Numbers of rows and columns of the elements that have a common scale."""
     return {"row": (1, shape[1]), "tensor": shape, "block": (1, 128), "block2d": (128, 128)}[scaling]
 
 
@@ -49,7 +49,7 @@ def quantized_by_all(dtype: hw.DType) -> list[Array]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("dtype", [hw.f8e4m3, hw.f8e5m2], ids=str)
 def test_values_and_scales(dtype: hw.DType, ranks: int) -> None:
-    """For sharded rows and columns: bitwise equal, because maxima are exact."""
+    """Values and scales of sharded rows and columns are bitwise equal to the reference, because maxima are exact."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16[f"{M}@x", K], z=hw.bf16[M, f"{K}@x"])
     def all_kinds(x: hw.Tensor, z: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -76,7 +76,7 @@ def test_uneven_rows_and_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_delayed_scales(scaling: str) -> None:
-    """Values are divided by given scales, and the current scales are returned."""
+    """With given scales, values are divided by them, and the scales of the current values are returned."""
     r, c = blocks(scaling, (M, K))
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16[f"{M}@x", K], s=hw.f32[M // r, K // c])
@@ -94,7 +94,8 @@ def test_delayed_scales(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
 def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
-    """Scales of rows, and an earlier scale: row maxima leave the kernel, and a small second kernel reads them."""
+    """Quantisation per row, or with an earlier scale, is in the kernel that computes the values. The kernel also writes row maxima, which
+    a second kernel reduces."""
 
     @hw.fusion(x=hw.bf16["M", "K"], g=hw.bf16["M", "K"], w=hw.bf16["K"], s=hw.f32[1, 1])
     def fused(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -110,7 +111,7 @@ def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
 def test_layer(scaling: str, ranks: int) -> None:
-    """A norm, its quantisation, a gather of 8-bit values and a matmul with quantised weights, close to float64."""
+    """A norm, quantisation, a gather of 8-bit values, and a matmul with quantised weights give results close to float64."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["64@x", 512], g=hw.bf16[512], w=hw.bf16["256@x", 512])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -125,7 +126,7 @@ def test_layer(scaling: str, ranks: int) -> None:
     wide = x.astype(np.float64)
     normed = wide / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-6)
     exact = normed @ w.astype(np.float64).T
-    deviation = np.sqrt(2 * 512) * 2**-4 / np.sqrt(3) * np.sqrt(0.5)  # upper bound for sums of terms rounded twice to 4 bits
+    deviation = np.sqrt(2 * 512) * 2**-4 / np.sqrt(3) * np.sqrt(0.5)  # upper bound for sums whose terms are rounded twice to 4 bits
     assert np.abs(y - exact).max() < 6 * deviation
     assert np.abs(y - exact).mean() < deviation
     if ranks > 1:
@@ -150,7 +151,7 @@ def test_mistakes() -> None:
 
 
 def test_gathers_leave_the_kernel_whole() -> None:
-    """Values and scales are gathered in one group, or values are pipelined with their matmuls; one kernel computes both."""
+    """One kernel computes values and scales, also if both are gathered in one group, or the gather is pipelined with matmuls."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", 8192], g=hw.bf16[8192], w=hw.f8e4m3["7168@x", 8192], t=hw.f32["7168@x", 1])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats: all kinds of scales and shardings, chunk loops, epilogues, and decomposed cases."""
+"""Scaled matmuls of 8-bit floats: all granularities of scales, all shardings, chunk loops, epilogues, and composed products."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands, with the weights [N, K], and scales of many magnitudes."""
+    """Operands, of which the weights are [N, K], and scales of many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -55,7 +55,7 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Tolerance for one rounding, or one per term that ranks add, relative to the largest sum of a row."""
+    """Compares with a tolerance of one rounding, or one per term of the ranks, relative to the largest sum of a row."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -68,7 +68,7 @@ def sharded(ranks: int, split: str, dims: str, sizes: tuple[int, int]) -> list[A
 def product(
     ranks: int, kind: str, splits: str, out: hw.DType = hw.f32, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3)
 ) -> Fusion:
-    """Matmuls with one sharded dim, and scales sharded with it, for each dim."""
+    """Matmuls in which one dim, and its scales, are sharded, for each dim."""
     m = 256 if kind == "mixed" else M
     of_a, of_b = scales_of(kind, m, K, N)
     types: dict[str, hw.TensorType] = {}
@@ -116,7 +116,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
 
 
 def test_bits_are_those_of_one_rounding() -> None:
-    """Sums with few bits are exact, so results are equal."""
+    """If sums have few bits, they are exact, so results are bitwise equal to the rounded reference."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
     given |= {
@@ -143,7 +143,7 @@ LOOPED = ("tensor", "row", "blocks")
 
 
 def loops(ranks: int, split: str, streamed: Any) -> Fusion:
-    """Matmul with each kind of scales and a sharded dim."""
+    """Matmuls with each granularity of scales and a sharded dim."""
     types: dict[str, hw.TensorType] = {}
     for kind in LOOPED:
         of_a, of_b = scales_of(kind, 48, K, N)
@@ -170,10 +170,10 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, FOUR, 8])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
-    """Matmuls are pipelined with the gathers of their rows and of the scales of these rows."""
+    """Matmuls are pipelined with the gathers of their rows and of the rows' scales."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
     host = lower(fusion, Options())
-    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # slices of every shard share a loop
+    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # loops across shards are merged
     outside = [i for i in host.body if isinstance(i, ir.Communication)]
     assert not [i for i in outside if not isinstance(i, ir.OneSided)]
     run_loops(fusion, 1)
@@ -183,7 +183,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
 @pytest.mark.parametrize("kind", ["row", "block"])
 def test_quantised_rows_travel_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
-    """One group or one signal per step, for any number of rows. `get` reads both after the signal."""
+    """In each iteration, values and scales are sent in one group, or are read after one signal, for any number of rows."""
     ranks = 2
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32[f"{rows}@x", 256], w=hw.f8e4m3[32, 256])
@@ -198,7 +198,7 @@ def test_quantised_rows_travel_with_their_scales(kind: str, algorithm: str, piec
     kinds = {"p2p": ir.Group, "ring": ir.Group, "put": ir.WaitSignal, "broadcast": ir.Group}
     assert len([i for i in found if isinstance(i, kinds[algorithm])]) == 1
     assert len([i for i in found if isinstance(i, ir.Get | ir.Recv | ir.Broadcast)]) == 2
-    assert not any(isinstance(i, ir.Copy) and i.src in ("a", "s") for i in found)  # the rank's own shard is used in place
+    assert not any(isinstance(i, ir.Copy) and i.src in ("a", "s") for i in found)  # the local shard is used without a copy
     for count in (4, 12, 20) if rows == "M" else (24,):
         a, w = (np.exp2(random.integers(-3, 4, shape)).astype(np.float32) for shape in ((count, 256), (32, 256)))
         y = hw.compile(gathered).run(a, w.astype(ml_dtypes.float8_e4m3fn))
@@ -213,7 +213,7 @@ def test_sums_in_loops(algorithm: str, ranks: int) -> None:
 
 
 def test_the_compiler_chooses_a_loop() -> None:
-    """8-bit values are pipelined with the matmuls, together with their scales."""
+    """The compiler pipelines the gather of 8-bit values and their scales with the matmuls."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), a=hw.f8e4m3["M@x", 8192], w=hw.f8e4m3["7168@x", 8192], s=hw.f32["M@x", 1], t=hw.f32[1, "7168@x"])
     def layer(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
@@ -229,7 +229,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
-    """With scales of blocks along rows, cuBLASLt multiplies multiples of 4 rows. Other numbers are padded, also if a loop adds to a sum."""
+    """For scales per block, numbers of rows that are not multiples of 4 are padded, as cuBLASLt requires, also if a loop accumulates."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(
@@ -250,7 +250,7 @@ def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
 
 
 def test_named_sizes_of_blocks() -> None:
-    """Rows of scales of 128 x 128 blocks start at multiples of 4 elements, also if their number is known only at the call."""
+    """The row stride of scales of 128 x 128 blocks is a multiple of 4 elements, also if sizes are known only at the call."""
 
     @hw.fusion(a=hw.f32["M", "K"], w=hw.f32["N", "K"])
     def of_blocks(a: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -264,7 +264,7 @@ def test_named_sizes_of_blocks() -> None:
 
 
 def test_a_bias_in_f32() -> None:
-    """cuBLASLt reads the bias of a product of 8-bit floats as bf16 if the result is f32, so a kernel adds it."""
+    """If the result of an 8-bit product is f32, cuBLASLt reads the bias as bf16. A kernel therefore adds a bias in f32."""
 
     @hw.fusion(a=hw.f8e4m3["M", K], w=hw.f8e4m3[N, K], s=hw.f32["M", 1], t=hw.f32[1, N], b=hw.f32[N])
     def ended(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
@@ -310,7 +310,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_lack() -> None:
-    """Ints that 16 does not divide are decomposed. If the size is known only at the call, that is an error."""
+    """Products whose int sizes are not multiples of 16 are composed. For a size that is known only at the call, this is an error."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

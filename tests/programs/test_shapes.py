@@ -1,4 +1,5 @@
-"""Slices, concat and pad in whole programs, on the CPU target and on every rank, against NumPy: with sizes known only at the call."""
+"""Slices, concat and pad in whole programs, with sizes that are known only at the call, on every rank of the CPU target, compared with
+NumPy."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def padded(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Views and joins of chunks; the loop iterates over another dim."""
+    """Slices and concats of chunks. The loop is over another dim."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], z=t["M", "N"])
     def in_loops(x, w, z):  # type: ignore[no-untyped-def]
@@ -70,7 +71,7 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 
 
 def products(ranks: int, t: DType) -> Fusion:
-    """Matmuls whose rows and columns are not contiguous dims of the results."""
+    """Matmuls that write to slices in which rows and columns are not contiguous."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["J", "M@x", "K"], w=t["N", "M"], z=t["J", "K", "M@x"])
     def products(x, w, z):  # type: ignore[no-untyped-def]
@@ -88,7 +89,7 @@ def products(ranks: int, t: DType) -> Fusion:
 
 
 def thirds(ranks: int, t: DType) -> Fusion:
-    """Slices of sums whose terms are quotients."""
+    """Slices of sizes that are sums of quotients."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["P", 2])
     def thirds(x):  # type: ignore[no-untyped-def]
@@ -141,7 +142,7 @@ def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tens
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
-    """Sizes that are sums of quotients with many divisors have no common form."""
+    """The sizes of such slices are sums of quotients with many divisors, which have no common denominator."""
     cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
     assert type(fusion).parse(str(fusion)) == fusion
@@ -158,10 +159,9 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 
 
 def test_views_of_more_dims_than_arrays_have() -> None:
-    """A communication along a dim makes a view with an extra dim of blocks: copy kernels and their launches accept any number of
-    dims.
+    """A communication along a dim needs a view with an additional dim for blocks. Kernels that copy accept any number of dims.
 
-    This holds for a dim that divides; other blocks are packed.
+    The view is used if the size is a multiple of the number of ranks; otherwise blocks are packed.
     """
 
     @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])

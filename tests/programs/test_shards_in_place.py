@@ -1,4 +1,4 @@
-"""Matmuls with gathered weights, shard by shard: nothing is copied, and results match NumPy."""
+"""Matmuls with gathered weights, shard by shard: nothing is copied, and results equal NumPy's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.machine import H200
 
-# A machine with links and matmuls so slow that gathers of small matrices are worth hiding.
+# A machine with such slow links and matmuls that hiding the gathers of small matrices is predicted to be faster.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 48, "K": 24, "N": 48}
@@ -23,7 +23,7 @@ CASES = [(ranks, is_turned, transport) for ranks in (2, 3, 4, 8) for is_turned i
 
 
 def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
-    """Two blocks of a residual MLP with weights sharded by columns, plain or transposed as in PyTorch."""
+    """Two residual MLP blocks. Weights are sharded by columns, plain or transposed as in PyTorch."""
     up, down = (hw.f32["N@dp", "K"], hw.f32["K@dp", "N"]) if is_turned else (hw.f32["K", "N@dp"], hw.f32["N", "K@dp"])
     types = {"up_0": up, "down_0": down, "up_1": up, "down_1": down}
 
@@ -73,7 +73,7 @@ def test_result(ranks: int, is_turned: bool, transport: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "is_turned", "transport"), CASES)
 def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
-    """Neither a rank's own shard nor arriving shards are copied, and matmuls keep their epilogues."""
+    """Neither the local shard nor received shards are copied, and matmuls keep their epilogues."""
     host = lower(layers_of(ranks, is_turned), options_of(ranks, transport))
     posted = [i for i in tree.walk(host.body) if isinstance(i, ir.Put | ir.AllGather)]
     assert not [i for i in tree.walk(host.body) if i.copies]
@@ -88,7 +88,7 @@ def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("sizes", [{"N": 50}, {"M": 45}, {"K": 25}, {"M": 1, "N": 7, "K": 5}], ids=str)
 def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: str) -> None:
-    """A call with uneven sizes gathers all shards first. If the constant sizes of a program are uneven, it always gathers them."""
+    """A call with uneven sizes gathers all shards into one buffer first. So does a program whose constant sizes are uneven."""
     fusion, options = layers_of(4, is_turned=False), options_of(4, transport)
     arrays = arrays_of({**SIZES, **sizes}, is_turned=False)
     program = hw.compile(fusion, options=options)
@@ -108,7 +108,7 @@ def test_what_is_said_of_it() -> None:
 
 @pytest.mark.parametrize("transport", WAYS)
 def test_columns_of_a_batch_end_with_bias_and_activation(transport: str) -> None:
-    """The rows of all matrices of a batch are equally spaced, so it is one matmul."""
+    """The product of a batch is one matmul, because the rows of all matrices have the same stride."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2), x=hw.f32[2, "M@dp", 24], first=hw.f32[24, 24], w=hw.f32["48@dp", 24], bias=hw.f32[48])
     def batch(x: hw.Tensor, first: hw.Tensor, w: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Each rank makes its shard of values that follow from their indices. Nothing makes the whole and slices it."""
+"""Each rank computes only its shard of an iota, and does not slice the whole iota."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS = 6
 
 @hw.fusion(mesh=hw.Mesh(tp=4), table=hw.f32["V@tp", 3], ids=hw.i32[IDS], x=hw.f32["S@tp", 8])
 def numbered(table: hw.Tensor, ids: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor, ...]:
-    """A lookup in a sharded table, a mask of sharded rows, and the numbers of the rows as a result."""
+    """A lookup in a sharded table, a mask of sharded rows, and the indices of the rows as a result."""
     rows = hw.iota(x, 0)
     return hw.embedding(ids, table), hw.where(rows[:, None] >= hw.iota(x, 1), x, 0.0), hw.reshard(rows + 1, "S@tp")
 
@@ -23,7 +23,7 @@ def numbered(table: hw.Tensor, ids: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor,
 def test_no_kernel_makes_the_whole() -> None:
     host = lower(numbered, Options())
     launches = [i for i in tree.walk(host.body) if tree.names(i, "launch")]
-    assert len(launches) == 4  # the lookup, its all_reduce, the mask and the numbers
+    assert len(launches) == 4  # the lookup, its all_reduce, the mask and the indices
     assert not any(isinstance(i, ir.Slice) for i in tree.walk(host.body))
     offsets = {str(size) for kernel in host.kernels for size in kernel.sizes}
     assert offsets == {"first(V, tp)", "first(S, tp)"}

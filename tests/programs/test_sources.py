@@ -1,4 +1,4 @@
-"""Generated sources: equal for both targets, made without a toolchain, and valid with the real CUDA, NCCL and cuBLASLt."""
+"""Generated sources are equal for both targets, need no toolchain, and compile with the real CUDA, NCCL and cuBLASLt."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_and_links_for_cuda(name: str) -> None:
     program = compiled(fusion(name), target="cuda")
-    assert program.module.name == name  # loading resolves all symbols and needs no driver
+    assert program.module.name == name  # loading resolves all symbols, and needs no driver
     assert "warning" not in (program.folder / "build.log").read_text()

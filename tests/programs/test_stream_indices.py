@@ -1,4 +1,4 @@
-"""Stream indices are taken modulo the pool's size, never negative, both in the analysis and in C++."""
+"""Stream indices are taken modulo the number of streams, with a nonnegative result, both in the check and in C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = """host @steps(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[3]) 
 
 @pytest.mark.parametrize("index", ["%i * 3 - 1", "%i * 3 - 4", "0 - 3 * %i - 1"])
 def test_a_negative_index_of_a_stream(index: str) -> None:
-    """Every step is on one stream, so there is no race; with C++'s remainder two streams would share memory and result."""
+    """All iterations are on one stream, so there is no race. With the remainder of C++, two streams would use the same memory."""
     program = HostProgram.parse(PROGRAM.format(index=index))
     check(program)
     x = np.arange(8, dtype=np.float32)
@@ -36,7 +36,7 @@ def test_a_negative_index_of_a_stream(index: str) -> None:
 
 
 def test_memory_of_a_stream_with_a_negative_index() -> None:
-    """The index is below the count but starts below zero, so the modulo is still needed."""
+    """The index is less than the number of streams but may be negative, so the modulo is needed."""
     text = PROGRAM.format(index="%i - 1").replace("%x -> %t", "%x_i -> %t").replace("%t -> %y", "%t -> %y_i")
     views = "".join(f"      %{name}_i = chunk %{name}[0: %i of 3]\n" for name in "xy")
     text = text.replace("      copy %x_i", f"{views}      copy %x_i").replace("allocate f32[M]", "allocate f32[M/3]")

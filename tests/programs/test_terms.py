@@ -1,6 +1,6 @@
-"""All-reduces inside kernels: on simulated ranks against NumPy, around the size limit, and cases left to NCCL.
+"""All-reduces inside kernels: results on simulated ranks, sizes near the limit, and cases that use NCCL.
 
-Also errors of verifier and check, and the packet protocol in every order of events.
+Also tests errors of the verifier and the check, and a model of the packet protocol in every order of events.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
-WIDTH = 4096  # width of rows; a few rows are small
+WIDTH = 4096  # width of rows; a few rows are a small sum
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """In a function that is called twice: an all_reduce with residual and norm, one whose result is also stored, and one that is
-    returned.
-    """
+    """A function that is called twice, with an all_reduce before residual and norm, one whose sum is also stored, and one whose sum is
+    returned."""
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -78,7 +77,7 @@ def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
 
 
 def test_of_any_schedule() -> None:
-    """Several calls in flight, with NaN in all memory before each."""
+    """Several calls are in flight. All memory is NaN before each call."""
     fusion = reduced(hw.f32, ranks=3)
     calls = [integer_arrays(fusion, {}, number) for number in range(3)]
     for seed in range(10):
@@ -97,7 +96,8 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_what_is_left_to_the_library() -> None:
-    """Possibly large sums, reductions that kernels lack, overlap with other communication, too many ranks, or the user's choice."""
+    """NCCL is used for sums that may be large, for other reductions, if other communication overlaps, for too many ranks, and on
+    request."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))
     for fusion, options in (
@@ -117,7 +117,7 @@ def test_what_is_left_to_the_library() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
-    """Each rank has one element of the summed dim, so its term is the operand itself, which the kernel reads again."""
+    """Each rank has one element of the reduced dim, so its term is the operand, which the kernel reads again."""
 
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]
@@ -136,7 +136,7 @@ def test_terms_that_are_read_again(ranks: int) -> None:
 
 
 def test_captured_beside_calls() -> None:
-    """Graphs and calls of two programs, ordered on their common channel."""
+    """Graphs and calls of two programs are ordered on their common channel."""
     ranks = 2
     program, other = compiled(reduced(hw.f32, ranks)), compiled(reduced(hw.f32, ranks, rows="T", width=8))
     p = np.arange(ranks * 4 * 64, dtype=np.float32).reshape(ranks, 4, 64) - 100
@@ -227,7 +227,8 @@ KERNELS = {
 
 @pytest.mark.parametrize("second", KERNELS)
 def test_kernels_that_exchange_take_turns(second: str) -> None:
-    """Exchanges are ordered with each other and with NCCL's collectives on the same channel. NCCL orders only its own collectives."""
+    """Exchanges must be ordered with each other, and with NCCL's collectives on the same channel, because NCCL orders only its
+    collectives."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
     with pytest.raises(ProgramError, match="not both of the library, which orders only its own, and nothing orders them on the rank"):
         check(apart)
@@ -252,7 +253,7 @@ def test_a_schedule_shows_two_kernels_at_once() -> None:
 
 
 def test_mutations() -> None:
-    """A missing launch, a result that overlaps its term, and a concurrent write of the term."""
+    """The check detects a missing launch, a result that overlaps its term, and a concurrent write to the term."""
     host = program()
     check(host)
     with pytest.raises(ProgramError, match="nothing writes bytes 0 to 16 of the output %y"):
@@ -269,10 +270,11 @@ def test_mutations() -> None:
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
-    """Returns True if, in some order of events, a packet is overwritten before a rank has read it.
+    """True if, in some order of events, a packet is overwritten before its receiver has read it.
 
-    Each rank's kernels run one after another. A kernel sends a packet to each peer and receives one from each, in any order, and
-    ends when all are done. Until then it may read received packets again. A packet carries the number of its exchange.
+    The kernels of a rank run one after another. A kernel sends a packet to each peer and receives one from each peer, in any order. It
+    ends when it has sent and received all packets. Until then it may read received packets again. A packet contains the number of its
+    exchange.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)
@@ -285,7 +287,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
             place = k * slots + number % slots
             if number <= exchanges and sent[k] < number:
                 if got[k] < landing[place] or (landing[place] and done[peer] < landing[place]):
-                    return True  # the peer has not read it yet, or may read it again
+                    return True  # the peer has not read the packet yet, or may read it again
                 following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
             number = done[peer] + 1
             if number <= exchanges and got[k] < number and (landing[k * slots + number % slots] == number or not waits):
@@ -327,7 +329,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
 @needs_cuda
 @pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
 def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
-    """With rows that fill packets, and rows that do not."""
+    """Compiles kernels for rows whose elements fill packets, and for rows whose elements do not."""
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))

@@ -1,4 +1,4 @@
-"""Transformer layers, forward and backward, on every rank against NumPy in float64, and their communication."""
+"""Transformer layers, forward and backward: results on every rank, compared with NumPy in float64, and communication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {"S": 16, "B": 2, "E": 40, "F": 48, "T": 32, "K": 24, "N": 16}
 
 @dataclass(frozen=True)
 class Variant:
-    dp: int  # 0: a mesh of tp alone
+    dp: int  # 0 for a mesh with only tp
     tp: int
     dtype: DType
 
@@ -49,7 +49,7 @@ def programs(variant: Variant) -> Mapping[str, Fusion]:
 
 VARIANTS = (Variant(0, 1, hw.f32), Variant(0, 2, hw.bf16), Variant(2, 2, hw.f32), Variant(0, 8, hw.f32), Variant(2, 4, hw.bf16))
 NAMES = tuple(programs(VARIANTS[0]))
-# Variants of each program. The default is the third for sequence-parallel programs, else the second.
+# Variants of each program. By default, sequence-parallel programs use the third, and other programs the second.
 RUN = {
     "gpt_tp": (0, 4),
     "gpt_sp": (1, 3),
@@ -65,7 +65,7 @@ CASES = [
 
 
 def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Values of magnitude about 1, with weights that preserve it; rounded to their dtypes."""
+    """Inputs with a magnitude of about 1, and weights that preserve this magnitude, rounded to their dtypes."""
     random = np.random.default_rng(len(fusion.name))
     arrays = {}
     for value in fusion.inputs:
@@ -149,7 +149,7 @@ def test_compiles_for_cuda(name: str) -> None:
 
 
 def communications(body: tree.Body) -> Counter[str]:
-    """Number of communications of each kind in a call."""
+    """Number of communications of each kind in one call."""
     counts: Counter[str] = Counter()
     for instruction in body:
         if isinstance(instruction, ir.Communication):
@@ -180,7 +180,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_communications_of_a_backward_pass(name: str) -> None:
-    """Gradients of weights are reduced over dp, on a separate stream."""
+    """Gradients of weights are reduced over dp on a separate stream."""
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
     beside = [
@@ -194,7 +194,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if base(name) in ("mlp", "swiglu")])
 def test_no_layer_copies_what_it_has(name: str) -> None:
-    """With even shards, each value is computed in the memory from which its consumer reads it."""
+    """If shards are even, each value is computed in the memory from which its consumer reads it."""
     host = lowered(programs(VARIANTS[2])[name])
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 
@@ -204,7 +204,7 @@ def test_no_layer_copies_what_it_has(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "weights"), [("mlp", ("w1", "w2")), ("swiglu", ("wg", "wu", "wd"))])
 def test_gradients_are_those_of_the_forward_pass(name: str, weights: tuple[str, ...]) -> None:
-    """Compares the chain rule with finite differences, all in float64."""
+    """Compares the gradients of the reference with finite differences in float64."""
     random, reference = np.random.default_rng(0), Reference(SIZE)
     p = {w: random.standard_normal((5, 6) if w not in ("w2", "wd") else (6, 5)) for w in weights}
     x, dy = random.standard_normal((4, 5)), random.standard_normal((4, 5))

@@ -1,4 +1,4 @@
-"""Uneven sizes that a program with symbolic sizes does not support: a variant with constants for these sizes runs instead."""
+"""Uneven sizes that a program with symbolic sizes does not support. A variant with constants for these sizes runs instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESHES = [hw.Mesh(a=1, b=1), hw.Mesh(a=2, b=1), hw.Mesh(a=1, b=3), hw.Mesh(a=2, 
 
 
 def some_axes(mesh: hw.Mesh) -> Fusion:
-    """Reshards over some of the axes of a dim, and reductions to some of them."""
+    """Reshards over some of the axes that split a dim, and reductions to some of these axes."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], y=hw.f32["M@a", "K"], z=hw.f32["M@a", "K@b"], g=hw.f32["B@a,b", "E"])
     def some_axes(x, y, z, g):  # type: ignore[no-untyped-def]
@@ -50,7 +50,7 @@ def reshapes(mesh: hw.Mesh) -> Fusion:
 
 
 def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
-    """Slices and concats with sharded sums of sizes, for which no variant with constants is made."""
+    """Slices and concats with sharded dims whose sizes are sums. These need no variant."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a", "K"], y=hw.f32["N", "K"], w=hw.f32["K", 4])
     def sums_of_sizes(x, y, w):  # type: ignore[no-untyped-def]
@@ -62,7 +62,7 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
 
 
 def from_the_end(mesh: hw.Mesh) -> Fusion:
-    """Indices and slices from the end of a dim, and variances, which depend on the number of elements; also in a block."""
+    """Indices and slices that count from the end of a dim, and variances, which use the number of elements, also in a block."""
 
     @hw.block(x=hw.f32["M", "K"])
     def last(x):  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None
 
 
 def test_the_ranks_of_a_group() -> None:
-    """Ranks state the sizes, as for other uneven dims. One input is bound."""
+    """Ranks of a group pass the sizes, as for other uneven dims. One input is bound."""
     mesh = hw.Mesh(a=2, b=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], w=hw.f32["K", 2])
@@ -112,7 +112,7 @@ def test_the_ranks_of_a_group() -> None:
 
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group frees its least recently used variants, on all ranks at the same call, unless a captured call uses them."""
+    """Each group frees the least recently used variants, on all ranks at the same call, unless a captured call uses them."""
     monkeypatch.setattr(variants, "MOST_PER_GROUP", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
@@ -157,13 +157,13 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         captured()
 
     threads.run(on_rank)
-    assert len(alive()) <= 2 + 4 * 2  # variants of `run`, and of each rank's group
+    assert len(alive()) <= 2 + 4 * 2  # variants for `run`, and for the group of each rank
     program.close()
 
 
 @pytest.mark.parametrize("rows", [5, 6, 7])
 def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
-    """The variant for such sizes has no loop, and a warning reports this. Its results are correct."""
+    """The variant for uneven rows has no loop, and a warning reports this. Its results are right."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
     def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

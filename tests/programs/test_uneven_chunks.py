@@ -1,4 +1,4 @@
-"""Stated chunk loops whose chunks do not divide the rows: the last chunk of each shard is smaller."""
+"""Chunk loops in which the number of chunks does not divide the rows. The last chunk of each shard is smaller."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def summed(ranks: int, rows: int | str, chunks: int, algorithm: str | None = Non
 
 
 def columns(ranks: int, rows: int | str, chunks: int, algorithm: str | None = None) -> Fusion:
-    """A gather over the columns of a matmul, and one in which each rank's slices are strided."""
+    """A gather of the columns of a matmul, and a gather of strided slices."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64[2, 4], w=hw.f64[4, f"{rows}@x"], v=hw.f64[3, f"{rows}@x", 2])
     def f(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -76,7 +76,7 @@ def arrays_of(fusion: Fusion, **sizes: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("ranks", "rows"), CASES)
 def test_every_algorithm(ranks: int, rows: int, transport: str) -> None:
-    """The checks of order and results pass, and each rank matches NumPy."""
+    """The check accepts the program, and the results of each rank equal NumPy's."""
     options, tried = hw.Options(transport=transport), 0
     for chunks in (2, 3, 2 * ranks, 4 * ranks):
         made: list[Fusion] = [summed(ranks, rows, chunks), columns(ranks, rows * ranks, chunks)]
@@ -118,7 +118,7 @@ def test_compiled(ranks: int, transport: str) -> None:
 
 @pytest.mark.parametrize(("make", "algorithm"), [(gathered, "p2p"), (scattered, "put"), (summed, None)])
 def test_named_rows(make: Callable[..., Fusion], algorithm: str | None) -> None:
-    """A program is compiled for sizes that its chunks do not divide, also for uneven shards."""
+    """A variant is compiled for sizes that the number of chunks does not divide, and for uneven shards."""
     fusion = make(2, "M", 4, algorithm)
     program = hw.compile(fusion)
     for size in (8, 10, 6, 2, 5, 1, 0):
@@ -156,7 +156,7 @@ def test_on_two_gpus(make: Callable[..., Fusion], algorithm: str | None) -> None
 
 
 def test_a_loop_for_the_rest() -> None:
-    """5 rows of each shard in 2 chunks: a loop over chunks of 3, then one over chunks of 2."""
+    """For 5 rows per shard and 2 chunks, one loop computes chunks of 3 rows, and a second loop chunks of 2 rows."""
     text = str(lower(gathered(2, 10, 4, "p2p"), hw.Options()))
     assert "%x_gathered_i = slice %x_gathered[0: 3 from %p * 5]" in text
     assert "%x_gathered_i_2 = slice %x_gathered[0: 2 from %p * 5 + 3]" in text

@@ -1,4 +1,4 @@
-"""User kernels: in both IRs, in the sources of both targets, on CPU ranks, and error messages."""
+"""User kernels: text in both IRs, sources for both targets, results on CPU ranks, and error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-# One function over rows, portable to both targets.
+# A function over rows that runs on both targets.
 ROWS = """
 __device__ float scaled(float x, float factor) { return x * factor; }  // scaled(a, b)
 
@@ -39,7 +39,7 @@ __global__ void scale_rows(const float* __restrict__ x, float factor, int64_t ro
 }
 """
 
-# Idiomatic CUDA, with a CPU version.
+# A kernel in plain CUDA, and its version for the CPU target.
 TWICE = """#include <cuda_bf16.h>
 extern "C" __global__ void __launch_bounds__(128) twice(const __nv_bfloat16* x, __nv_bfloat16* y, int64_t n) {
   int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -52,7 +52,7 @@ extern "C" void twice(const hw::bf16* x, hw::bf16* y, int64_t n) {
 
 
 def rows(ranks: int) -> Fusion:
-    """Computed values are resharded for a kernel; one output of a second launch is unused."""
+    """A kernel on resharded values, and a second launch with an unused output."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "N"], z=hw.f32["N", "K@x"])
     def rows(x, z):  # type: ignore[no-untyped-def]
@@ -105,13 +105,13 @@ def test_flat() -> None:
 
 @pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
 def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
-    """Results are equal, although the kernels' types name the axis."""
+    """On one rank results are the same, although the types of the kernels name the axis."""
     for fusion in (rows(1), flat(1)):
         assert lower(fusion, Options(transport=transport)).channels == ()
 
 
 def test_blocks_share_sources() -> None:
-    """A block and the program launch one function on tensors of different types."""
+    """A block and the program launch the same function on tensors of different types."""
 
     @hw.block(x=hw.bf16["N"])
     def inner(x):  # type: ignore[no-untyped-def]
@@ -188,7 +188,7 @@ def one(source: str | Path, name: str = "f", grid: Any = 1, args: Any = None, **
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_a_kernel_that_does_not_compile(target: str) -> None:
-    """The error has the compiler's message, at the user's file and line."""
+    """The error has the message of the compiler, with the user's file and line."""
     with pytest.raises(BuildError) as caught:
         hw.compile(one(WRONG, "wrong"), target=target).build()
     assert f": test_user_kernels.py:{LINE}:" in str(caught.value)
@@ -290,7 +290,7 @@ def test_numpy_does_not_know_it() -> None:
 
 
 def test_a_kernel_on_some_of_the_ranks() -> None:
-    """A kernel runs on the ranks of its operands, and its axes are those of their mesh."""
+    """A kernel runs on the mesh of its operands, and uses the axes of this mesh."""
     mesh = hw.Mesh(x=4)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@r", "N"].on(mesh.ranks([2, 3], r=2)))
@@ -306,7 +306,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
 
 
 def test_outputs_are_where_the_tensors_are() -> None:
-    """Kernels run on the mesh even if their specs do not state it. A spec with another mesh is refused."""
+    """Outputs are on the mesh of the operands, even if their specs do not state it. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])
 

@@ -1,4 +1,4 @@
-"""The pass attend_by_blocks: attention runs in the loop that gathers its keys, and keys and values travel together."""
+"""The pass attend_by_blocks: attention runs in the loop that gathers its keys, and keys and values are sent in one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass attend_in_halves: one attention with rows in zigzag becomes two, with attributes for the rows of each."""
+"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, whose attributes describe the rows of each."""
 
 from __future__ import annotations
 

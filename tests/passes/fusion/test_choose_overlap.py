@@ -1,4 +1,4 @@
-"""Ops that share a chunk loop, the range of a step, and the algorithm of the loop."""
+"""The pass choose_overlap: the ops of a chunk loop, the range of an iteration, and the algorithm of the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# (program, the user's stream, the loop, the streams of its two values)
+# Program, argument of `.stream`, loop, and the streams of its two values.
 STATED = [
     (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),
     (GATHER, "M, 16", "16 chunks by_shard local_first", "M, p2p", "M"),
@@ -46,7 +46,7 @@ def test_steps(program: tuple[str, str], stated: str, loop: str, first: str | No
     check(choose_overlap, inputs, ops.format(stated), after)
 
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 LOOPS = {
     "a reduction over sharded dims, its reshard, and the matmul that feeds them": (
         "%x: f32[4, 8@x, M, K], %w: f32[8@x, K, N]",
@@ -245,7 +245,7 @@ def test_error(program: tuple[str, str], stated: str, message: str) -> None:
 
 
 def test_gathers_of_other_shards_stand_before_the_loop() -> None:
-    """A step takes a slice of every shard, so all operands of the loop have the same number of shards."""
+    """An iteration uses a slice of every shard, so all operands of the loop must have the same number of shards."""
     check(
         choose_overlap,
         "%x: f32[M@dp], %w: f32[M@dp,tp]",
@@ -286,7 +286,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
-    """The gather precedes the loop, and a warning is printed."""
+    """If another op uses the gathered value, the gather is before the loop, and a warning is printed."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         {first}

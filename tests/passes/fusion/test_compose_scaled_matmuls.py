@@ -1,4 +1,4 @@
-"""The pass compose_scaled_matmuls: matmuls that cuBLASLt does not support get the reason."""
+"""The pass compose_scaled_matmuls: matmuls that cuBLASLt does not support get an attribute with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WITHOUT_ROWS = hw.Options(machine=H200.without_scales("row", "the GPU is old"))
 
 
 def reason(a: hw.DType, b: hw.DType, inner: int, columns: int, rows: bool, options: hw.Options | None = None) -> str | None:
-    """Reason that the pass adds to a matmul with scales of tensors or of rows, or None."""
+    """The reason that the pass adds to a matmul with scales per tensor or per row, or None."""
     of_a, of_b = (("M", 1), (1, columns)) if rows else ((1, 1), (1, 1))
 
     @hw.fusion(a=a["M", inner], b=b[inner, columns], s=hw.f32[of_a], t=hw.f32[of_b])

@@ -1,4 +1,4 @@
-"""Each reshard becomes steps of one communication or one local slice."""
+"""The pass decompose_reshards: each reshard becomes a sequence of communications and local slices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hostweave.pipeline import level_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Partial, TensorType, f32
 
-TURNED = (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)  # from 8 rows of 2 to 2 rows of 8
+TURNED = (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)  # transposition of 8 x 2 ranks to 2 x 8
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "all_gather": (
         "%x: f32[M@x, K]",
@@ -173,7 +173,7 @@ def test_case(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
 def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
-    """No earlier pass changes them or their operands."""
+    """No pass before decompose_reshards changes steps that the text of a fusion has, or their operands."""
     inputs, _, after = CASES[case]
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):
@@ -191,7 +191,7 @@ def test_sizes_decide_between_ways() -> None:
 
 
 def test_costs() -> None:
-    """No other plan of one or two steps moves fewer bytes."""
+    """The chosen steps move no more bytes than any other plan of one or two steps."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}

@@ -1,4 +1,4 @@
-"""The pass drop_unit_axes: types lose the mesh axes of one rank."""
+"""The pass drop_unit_axes removes mesh axes with one rank from types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reshards are inserted where producer and consumer disagree; a partial result is reduced right after its producer."""
+"""The pass insert_reshards: a reshard is inserted if producer and consumer have different shardings. A partial result is reduced
+immediately after its producer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from fusion_text import check
 
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "nothing where all agree": (
         "%x: f32[M@x, K], %w: f32[K, N]",

@@ -1,4 +1,5 @@
-"""The pass join_blocks_of_keys: each rank attends to its own keys, and log-sum-exps join the results; no key is gathered."""
+"""The pass join_blocks_of_keys: each rank attends to its local keys, and the results are combined by their log-sum-exps. Keys are not
+gathered."""
 
 from __future__ import annotations
 

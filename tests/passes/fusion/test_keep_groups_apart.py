@@ -1,4 +1,4 @@
-"""Rows of experts stay on the ranks of these experts between grouped matmuls, if nothing else uses them."""
+"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls, if nothing else uses them."""
 
 from __future__ import annotations
 

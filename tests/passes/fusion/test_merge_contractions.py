@@ -1,4 +1,5 @@
-"""Matmuls whose inner dim merges the same dims in both operands become contractions over these dims."""
+"""The pass merge_contractions: if reshapes merge the same dims of both operands to the inner dim of a matmul, it becomes a contraction
+over these dims."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ X_Y = "%x: f32[S, B@dp, E], %dy: f32[S, B@dp, F]"
 RESULT = """%x_permuted: f32[E, S, B@dp] = permute_dims(%x, axes=(2, 0, 1))
         %y: f32[E, F] = matmul(%x_permuted, %dy, contracted=2)"""
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "a transpose of a reshape": (
         X_Y,
@@ -43,7 +44,7 @@ CASES = {
     ),
 }
 
-# name -> (inputs, program)
+# For each name: inputs, and a program that the pass does not change.
 KEPT = {
     "dims in another order": (
         "%x: f32[S, B, E], %dy: f32[B, S, F]",
@@ -91,4 +92,4 @@ def test_weight_gradients_gather_nothing() -> None:
         dw = hw.reshape(x, "S*B", "E").T @ hw.reshape(dy, "S*B", "F")
         return dw, hw.einsum("sbe,sbf->fe", x, dy), hw.tensordot(dy, x, (("S", "B"), ("S", "B"))) * 2
 
-    assert communications(gradients) == ["all_reduce"] * 2  # the last two are equal
+    assert communications(gradients) == ["all_reduce"] * 2  # two of the three gradients are the same op

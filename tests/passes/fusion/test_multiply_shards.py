@@ -1,4 +1,4 @@
-"""Matmuls that process gathered shards one after another, and their epilogues: fusion text in and out."""
+"""The pass multiply_shards: matmuls that process gathered shards one after another, and their epilogues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.pipeline import lower
 from hostweave.types.machine import H200
 
-# A machine with links and matmuls so slow that gathers of small matrices are worth hiding.
+# A machine with such slow links and matmuls that hiding the gathers of small matrices is predicted to be faster.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
 INPUTS = "%x: bf16[M@x, K], %w: bf16[K, N@x], %v: bf16[N@x, K], %r: bf16[M@x, N], %b: bf16[N]"
@@ -26,7 +26,7 @@ TWO_SIDED = "choice %wg of @f predicted: all_gather(8) 33.2 us, none 91.2 us"
 GATHER = "%wg: bf16[K, N] async one_sided = all_gather(%w, dim=1, axes=(x))"
 TURNED = "%vg: bf16[N, K] async one_sided = all_gather(%v, dim=0, axes=(x))\n%vt: bf16[K, N] = permute_dims(%vg, axes=(1, 0))"
 LOOP = "loop 8 chunks by_shard local_first of"
-# name -> (before, after)
+# For each name: the ops before and after the pass.
 CASES = {
     "columns": (
         f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{PUT}",
@@ -95,7 +95,7 @@ def test_stays(case: str) -> None:
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
-    """Choice for a 4096 x 8192 weight whose gather overlaps with another matmul, with 1408 rows per rank."""
+    """Choice for a weight of 4096 x 8192, whose gather overlaps with another matmul of 1408 rows per rank."""
     rows = 1408 * ranks
     stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
 
@@ -117,7 +117,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """The model compares two costs: copies of shards, and matmuls of single shards, which fill fewer multiprocessors."""
+    """The cost model compares copies of shards with matmuls of single shards, which use fewer multiprocessors."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]
@@ -134,7 +134,7 @@ def test_only_products_that_alone_take_it() -> None:
 
 
 def multiplies_right(seed: int) -> bool:
-    """Layers with weights sharded by columns, plain or transposed, and with different epilogues."""
+    """True if the results of layers with random epilogues are right. Weights are sharded by columns, plain or transposed."""
     generator = Generator(seed)
     random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
     generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}
@@ -159,4 +159,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # the others hide no gather
+    assert sum(map(multiplies_right, range(40))) > 30  # in the other programs no gather is hidden

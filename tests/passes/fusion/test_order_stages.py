@@ -1,4 +1,4 @@
-"""Order of a pipeline's stages: time, equal results, and schedules found from the order in the program."""
+"""The pass order_stages: simulated time of a pipeline, unchanged results, and independence of the order in the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hostweave.pipeline import lower
 
 
 def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion:
-    """One matmul per stage, forward and backward. `naive`: one micro-batch after another; `gpipe`: all forward passes first, by stage."""
+    """Pipeline with one matmul per stage, forward and backward. The order is `naive`, one micro-batch after another, or `gpipe`, with all
+    forward passes first."""
     mesh = hw.Mesh(x=stages * ranks)
     on = [mesh.ranks(range(stage * ranks, (stage + 1) * ranks)) for stage in range(stages)]
     weights = {f"w{stage}": hw.f32["N", "N"].on(on[stage]) for stage in range(stages)}
@@ -48,7 +49,8 @@ def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion
 
 
 def units(program: ir.HostProgram) -> float:
-    """Simulated time if a matmul takes 1 and everything else 0. A rank runs one op at a time, and both sides of a transfer meet."""
+    """Simulated time if a matmul takes one unit, and all other ops take no time. A rank runs one op at a time. A transfer needs both ranks
+    at the same time."""
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
     for meeting in meetings(instances):
@@ -75,7 +77,7 @@ def units(program: ir.HostProgram) -> float:
 
 @pytest.mark.parametrize("order", ["naive", "gpipe"])
 def test_stages_are_busy(order: str) -> None:
-    """4 stages and 8 micro-batches of unit cost: the ideal is 22."""
+    """The optimal time for 4 stages and 8 micro-batches of unit cost is 22."""
     fusion = pipeline(4, 8, order)
     assert units(lower(fusion, hw.Options())) <= 1.1 * 22
     if order == "naive":
@@ -84,7 +86,7 @@ def test_stages_are_busy(order: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results(ranks: int) -> None:
-    """Results in either order, with either transport, in consecutive calls."""
+    """Results of consecutive calls for both orders and both transports."""
     fusion = pipeline(3, 3, "naive", ranks)
     for options in (hw.Options(), hw.Options(transport="one_sided")):
         program = lower(fusion, options)
@@ -100,7 +102,7 @@ def test_results(ranks: int) -> None:
 
 
 def test_what_is_left_as_it_is() -> None:
-    """One micro-batch has only one order, and streamed ops keep theirs. With overlap off, nothing changes."""
+    """The pass changes nothing if there is only one micro-batch, if ops use `.stream`, or if overlap is off."""
 
     def stage(fusion: hw.Fusion, **options: object) -> tuple[object, object]:
         stages = {}

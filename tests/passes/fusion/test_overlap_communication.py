@@ -1,4 +1,4 @@
-"""Asynchronous communication and its earliest position: fusion text in and out."""
+"""The pass overlap_communication: which communication becomes asynchronous, and where it is issued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostweave.tune.cost import H200, seconds
 FSDP = "%x: bf16[M@x, K], %v: bf16[K@x, N], %w: bf16[N@x, K]"
 SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 
-# name -> (inputs, before, after); a dim has 4096 elements, so that a matmul takes some 100 us and a gather of a matrix some 150 us
+# For each name: inputs, and the ops before and after. Dims have 4096 elements: a matmul takes about 100 us, and a gather about 150 us.
 CASES = {
     "a gather goes up past the product that hides it": (
         FSDP,
@@ -126,7 +126,7 @@ CASES = {
         %y: bf16[M@x, K] = matmul(%b, %wg)""",
     ),
 }
-# Unchanged programs.
+# Programs that the pass does not change.
 SAME = {
     "nothing is there to hide it": (
         "%x: bf16[M, K@x], %w: bf16[K@x, N]",
@@ -173,7 +173,7 @@ def test_off() -> None:
 def test_typical_sizes_decide() -> None:
     inputs, before, _ = next(iter(CASES.values()))
     program = fusion(inputs, before)
-    assert overlap_communication(program, Options(sizes={"M": 8, "N": 1024})) == program  # a product of 5 us
+    assert overlap_communication(program, Options(sizes={"M": 8, "N": 1024})) == program  # the product takes only 5 us
     assert overlap_communication(program, Options(sizes={"M": 8, "N": 16384})) != program
 
 
@@ -184,7 +184,8 @@ def test_unknown_overlap() -> None:
 
 
 def test_times() -> None:
-    """A matmul of 8192 x 8192 x 8192 takes its waves of tiles on 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
+    """Times of the cost model: a matmul of 8192 x 8192 x 8192 takes the time of its waves on 132 multiprocessors. A gather of 128 MiB
+    among 8 ranks takes 386 us."""
     program = fusion(
         "%x: bf16[8192@x, 8192], %w: bf16[8192, 8192]",
         """%g: bf16[8192, 8192] = all_gather(%x, dim=0, axes=(x))
@@ -197,7 +198,8 @@ def test_times() -> None:
 
 
 def test_a_gather_with_nothing_beside_it() -> None:
-    """Uses copy engines if they are faster than a collective, and if they are used anyway."""
+    """A gather that overlaps with nothing uses copy engines if they are faster than NCCL, or if another gather of the program uses
+    them."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -208,7 +210,8 @@ def test_a_gather_with_nothing_beside_it() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """Small sums stay synchronous if nothing else overlaps. For stated sizes this also holds in functions."""
+    """All-reduces of small sums stay synchronous if no other communication overlaps, so that kernels can compute them. For stated sizes
+    this also holds in functions."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
@@ -224,12 +227,12 @@ def test_sums_that_kernels_may_add_up() -> None:
     ):
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
-    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # no other kernel overlaps
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # the gather overlaps
 
 
 @pytest.mark.parametrize(("sums", "columns", "is_beside"), [(1, 512, True), (6, 512, False), (6, 4096, True)])
 def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, columns: int, is_beside: bool) -> None:
-    """If a gather overlapped with a product, no kernel could compute sums, although kernels are faster than collectives."""
+    """If a gather overlapped with a product, kernels could not compute the sums of the program, and NCCL would be slower."""
     inputs = "%x: bf16[16, 64@x], %w: bf16[64@x, 64], %u: bf16[4096, 4096], %s: bf16[N@x, N]"
     ops = "\n".join(
         f"""%p{i}: bf16[16, 64] partial(sum, x) = matmul({f"%y{i - 1}" if i else "%x"}, %w)
@@ -246,7 +249,7 @@ def test_many_sums_in_kernels_save_more_than_a_short_gather_hides(sums: int, col
 
 @pytest.mark.parametrize(("calls", "in_kernels"), [(1, False), (6, True)])
 def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
-    """Also of a function with several results."""
+    """The cost of a function's communication is counted for each call, also if the function has several results."""
 
     @hw.block(x=hw.bf16[16, 64], w=hw.bf16["64@x", 64])
     def layer(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -265,7 +268,7 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
 
 
 def test_a_reduce_scatter_beside_products() -> None:
-    """Uses copy engines and an adding kernel if there is peer access and this occupies multiprocessors for less time."""
+    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if this occupies multiprocessors for less time."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)

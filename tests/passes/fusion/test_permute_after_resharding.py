@@ -1,4 +1,4 @@
-"""Reshards of permuted tensors: fusion text in and out, and the cost of a matmul with a transposed shard."""
+"""The pass permute_after_resharding: reshards of permuted tensors, and the cost of a matmul with a transposed shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostweave.pipeline import lower
 
 INPUTS = "%x: f32[M@x, K], %v: f32[M, K@x], %w: f32[K, M@x], %z: f32[M, N@x], %p: f32[K@x, M, A, B], %u: f32[S@x, H, 64], %all: f32[K, N]"
 TURNED = "%t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))"
-# name -> (before, after)
+# For each name: the ops before and after the pass.
 CASES = {
     "a gather": (
         f"""{TURNED}
@@ -75,7 +75,7 @@ def test_same(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_product_with_a_transposed_shard_costs_its_gather(ranks: int) -> None:
-    """Gradient of weights with sharded rows: no copy and no kernel; also for several heads."""
+    """The gradient of a weight with sharded rows needs no copy and no kernel, also if there are several heads."""
     mesh, f32 = hw.Mesh(x=ranks), hw.f32
     fusions = (
         hw.fusion(mesh=mesh, x=f32["M@x", "K"], dh=f32["M", "N@x"])(lambda x, dh: hw.matmul(x.T, dh)),

@@ -1,4 +1,4 @@
-"""Inferred shardings: forward, then backward into open dims."""
+"""The pass propagate_sharding infers shardings forward, and then backward into dims without a sharding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fusion_text import check
 
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "forward through a matmul": (
         "%x: f32[M@x, K], %w: f32[K, N]",

@@ -1,4 +1,4 @@
-"""A reshape keeps shards local if each rank's elements stay its own, also over several dims."""
+"""A reshape needs no communication if each rank has the same elements before and after, also if several dims are sharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_kept(source: tuple[str, ...], target: tuple[str, ...]) -> None:
     ("source", "target"), [(("8@x,y",), ("2", "4")), (("16@y,x",), ("4", "4")), (("4@y", "M@x"), ("4*M",)), (("1@y", "4@x"), ("4",))]
 )
 def test_gathered(source: tuple[str, ...], target: tuple[str, ...]) -> None:
-    """A rank's elements are not a block of the result."""
+    """A gather is needed, because the elements of a rank are not a block of the result."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=4), x=hw.f32[source])
     def f(x):

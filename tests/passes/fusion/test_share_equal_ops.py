@@ -1,4 +1,4 @@
-"""Equal ops are computed once; ops with effects, and ops inside loops or on their chunks, stay."""
+"""The pass share_equal_ops: equal ops are computed once. Ops with side effects, and ops in chunk loops, are not shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostweave.pipeline import lower
 
 X = "%x: f32[M@x, K], %s: f32[K]"
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "ops, and what is made of them": (
         X,
@@ -56,7 +56,7 @@ CASES = {
     ),
 }
 
-# name -> (inputs, program)
+# For each name: inputs, and a program that the pass does not change.
 KEPT = {
     "other attributes, numbers and types": (
         X,
@@ -167,7 +167,7 @@ def test_unit_axes(case: str) -> None:
 def test_an_axis_of_one_rank_needs_no_communication() -> None:
     @hw.fusion(mesh=hw.Mesh(x=1, tp=2), x=hw.f32["M@x", "K@tp"], w=hw.f32["K@tp", "N"])
     def f(x, w):
-        y = hw.reshard(x @ w, "M", "N")  # second gather of M@x
+        y = hw.reshard(x @ w, "M", "N")  # gathers M@x a second time
         z = (hw.reshard(x, "M", "K") @ hw.reshard(w, "K", "N@x")).stream("M", 2)
         return y, hw.sum(y, axis=0), hw.max(z, axis="M")
 

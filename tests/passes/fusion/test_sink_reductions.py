@@ -1,4 +1,4 @@
-"""Partial sums pass linear ops, and are reduced where that moves the fewest bytes in the fewest communications."""
+"""The pass sink_reductions: a reduction moves past linear ops if this saves bytes or communications."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TERMS = """%a_partial: bf16[M, N] partial(sum, x) = matmul(%p, %v)
         %b_partial: bf16[M, N] partial(sum, x) = matmul(%q, %w)
         """
 
-# name -> (inputs, before, after)
+# For each name: inputs, and the ops before and after the pass.
 CASES = {
     "two products are added and reduced once": (
         TWO,
@@ -101,7 +101,7 @@ CASES = {
     ),
 }
 
-# name -> (inputs, program)
+# For each name: inputs, and a program that the pass does not change.
 KEPT = {
     "where as many bytes are reduced, right after the product": (
         TWO,
@@ -188,11 +188,11 @@ def test_gradients_of_two_micro_batches_are_reduced_once() -> None:
 
 def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() -> None:
     program = fusions("transformer.py")["swiglu_backward_tp"]
-    assert communications(program) == ["all_reduce"] * 4  # one for the input, three for the weights
+    assert communications(program) == ["all_reduce"] * 4  # one for the gradient of the input, three for those of the weights
 
 
 def test_the_sizes_decide() -> None:
-    """Reduces either a sum of a few columns or the matmul's result, whichever is smaller."""
+    """The pass reduces either a sum over columns or the result of the matmul, whichever has fewer bytes."""
     program = fusion(
         "%p: f32[M, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M, N] partial(sum, x) = matmul(%p, %v)

@@ -1,4 +1,4 @@
-"""Reshards next to matmuls that the cost model pipelines, by size, and the text of the choice."""
+"""The pass stream_by_cost: which reshards are pipelined with matmuls at which sizes, and the text of the choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW_LINKS = replace(H200, links=tuple(replace(link, points=tuple((x, 10 * y) fo
 
 
 def taken(program: tuple[str, str], ranks: int = 2, machine: Machine = H200, **options: object) -> list[str]:
-    """Choice for each reshard that has alternatives."""
+    """Choices for all reshards that have alternatives."""
     inputs, ops = program
     chosen = stream_by_cost(fusion(inputs, ops, f"x={ranks}"), Options(machine=machine, **{"sizes": LARGE, **options}))  # type: ignore[arg-type]
     return [choice.taken.name for choice in chosen.choices]
@@ -57,7 +57,8 @@ def test_sends_and_recvs_are_not_taken_from_4_ranks_on(program: tuple[str, str])
 
 
 def test_what_is_not_chosen() -> None:
-    """Open sizes, sizes that do not divide, an earlier user of a result, a stated stream, overlap="off"."""
+    """There is no choice for unknown or indivisible sizes, if an earlier op uses the result, for `.stream` in the program, and for
+    overlap="off"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
     assert taken(GATHER, sizes={**LARGE, "M": 8191}) == ["none"]
     inputs, ops = GATHER
@@ -65,7 +66,7 @@ def test_what_is_not_chosen() -> None:
     assert taken((inputs, ops.replace("%y: bf16[M, N]", "%y: bf16[M, N] stream(M, 2)"))) == []
     assert taken(GATHER, overlap="off") == []
     turned = "%g: bf16[K, M] = all_gather(%x, dim=1, axes=(x))\n%y: bf16[N, M] = matmul(%w, %g)"
-    assert taken(("%x: bf16[K, M@x], %w: bf16[N, K]", turned)) == []  # columns: chunks are not contiguous
+    assert taken(("%x: bf16[K, M@x], %w: bf16[N, K]", turned)) == []  # chunks of columns are not contiguous
     both = "%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, M] = matmul(%g, %v)"
     assert taken(("%x: bf16[M@x, K], %v: bf16[K, M]", both)) == [taken(GATHER, sizes={**LARGE, "N": 8192})[0]]
 
@@ -127,7 +128,7 @@ def test_several_matmuls_share_a_loop() -> None:
 
 
 def test_sums_of_a_matmul_in_slices() -> None:
-    """An all-reduce that is slow compared with its matmul; only kernels can do it in slices."""
+    """No loop is chosen for the all-reduce after a matmul on 8 ranks. Slices by NCCL can be requested."""
     ops = "%h: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M, N] = all_reduce(%h, axes=(x), reduction=sum)"
     program = "%x: bf16[M, K@x], %w: bf16[K@x, N]", ops
     assert taken(program, 8) == ["none"]
@@ -135,7 +136,7 @@ def test_sums_of_a_matmul_in_slices() -> None:
 
 
 def test_what_other_ops_hide_stays_out_of_loops() -> None:
-    """The reduction of a gradient, which no op waits for, overlaps with the rest of the backward pass."""
+    """The reduction of a gradient that no op uses is not in a loop, but overlaps with the rest of the backward pass."""
     inputs, ops = SCATTER
     inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
     assert taken((inputs, ops)) != ["none"]
@@ -143,7 +144,7 @@ def test_what_other_ops_hide_stays_out_of_loops() -> None:
 
 
 def test_a_sum_that_goes_on_takes_what_is_read_more() -> None:
-    """The consuming kernel adds the terms that were put to the rank: the sum is neither written nor read again."""
+    """The kernel that uses the sum also adds the terms that were put to the rank. The sum is neither written nor read again."""
     inputs, ops = SCATTER
     residual = f"{inputs}, %r: bf16[M@x, N]", ops + "\n%z: bf16[M@x, N] = add(%r, %y)"
     micros = []
@@ -200,7 +201,7 @@ def test_stated_ways() -> None:
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
-# Measured on 2 H200, by `hostweave bench overlap`: rows, inner, columns of one rank; microseconds of the matmul and of loops of puts.
+# Measured on 2 H200 by `hostweave bench overlap`: rows, inner dim and columns of one rank; microseconds of the matmul and of put loops.
 MEASURED = [
     (GATHER, 8192, 8192, 7168, 1200, {2: 1223, 4: 1320, 8: 1344}),
     (GATHER, 8192, 8192, 1280, 221, {2: 319, 4: 335}),
@@ -215,7 +216,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("program", "rows", "inner", "columns", "matmul", "loops"), MEASURED)
 def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, matmul: float, loops: dict[int, float]) -> None:
-    """Within 15% of measurements."""
+    """Predicted times are within 15% of the measurements."""
     sizes = {"M": rows, "K": inner * (2 if program is SCATTER else 1), "N": columns}
     given = fusion(*program, "x=2")
     times = seconds(given, sizes)
@@ -226,7 +227,7 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
 
-# Causal attention with sharded rows and keys, head size 128: rows, heads, groups; time in sequence, by puts, by sends.
+# Causal attention with sharded rows and keys, head size 128: rows, heads, groups; times of sequential, put and send loops.
 ATTENDED = [
     (8192, 32, 8, 838, 729, 788),
     (8192, 32, 32, 1165, 752, 994),
@@ -247,7 +248,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # choice, and measured microseconds with it and without
+OF_FEW_ROWS = [  # chosen loop, and measured microseconds with and without the loop
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

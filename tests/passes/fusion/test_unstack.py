@@ -1,4 +1,4 @@
-"""Values that are stacked and then split again; variances, whose two terms are reduced as one stack."""
+"""The pass unstack: values that are stacked and then split again. The two sums of a variance are reduced as one stack."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_kept(body: str) -> None:
 
 
 def test_a_variance_takes_two_all_reduces() -> None:
-    """Over one dim that two axes split, and over two dims; also as means of means."""
+    """A variance over a dim that two axes split, and over two dims, takes two all-reduces, also if it is computed from means of means."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=2), x=hw.f32["M@x", "N@y"], z=hw.f32["M", "N@y,x"])
     def f(x, z):

@@ -1,4 +1,4 @@
-"""The pass copy_updated: an update whose operand is needed later works on a copy."""
+"""The pass copy_updated: if the operand of an update is used later, the update is applied to a copy."""
 
 from __future__ import annotations
 

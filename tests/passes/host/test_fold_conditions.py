@@ -1,4 +1,4 @@
-"""Conditions that ranges decide: host text in, host text out."""
+"""The pass fold_conditions: conditions that the ranges of their variables decide or simplify."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CASES = {
 
 
 def program(body: str) -> HostProgram:
-    """Program with the channel and events that the body uses."""
+    """Program with this body, and with declarations of the channel and events that it uses."""
     channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
     streams = " streams(s[2])" if "stream s" in body else ""
     return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{streams}{events} {{\n{body}}}\n")
@@ -77,7 +77,7 @@ def test_fold_conditions(case: str) -> None:
 
 
 def test_a_simpler_condition_says_the_same() -> None:
-    """Both conditions agree for every value of an index and a coordinate."""
+    """The simplified condition has the same value as the original for every index and coordinate."""
     mesh, count = Mesh(a=2, b=1), 4
     terms: list[Expr] = [Const(0), Const(1), Const(3), Var("i"), Coordinate("a"), Coordinate("b")]
     terms += [Binary(op, Var("i"), right) for op in "+-*" for right in terms[1:5]] + [Var("i") // 2, Var("i") // 5, Var("i") % 3]

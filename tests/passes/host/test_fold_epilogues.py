@@ -1,4 +1,4 @@
-"""Launches that become matmul epilogues, completely or in part, and launches that stay."""
+"""The pass fold_epilogues: kernels that become epilogues of matmuls, completely or in part, and kernels that do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernel(*ops: str, inputs: str = "%h: {t}[M, N], %b: {t}[N]", results: str = 
 
 
 def srcs(inputs: str) -> str:
-    """Names of a kernel's inputs."""
+    """Names of the inputs of a kernel."""
     return ", ".join(re.findall(r"%\w+", inputs))
 
 
@@ -45,7 +45,7 @@ PRODUCT = "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h"
 BIAS, PLUS = "%h: {t}[M, N], %b: {t}[N]", "%h: {t}[M, N], %r: {t}[M, N]"
 BOTH, ALONE = "%h: {t}[M, N], %b: {t}[N], %r: {t}[M, N]", "%h: {t}[M, N]"
 
-# The inputs of the kernel, its ops, and the matmul that does all of it.
+# The inputs of a kernel, its ops, and the matmul that computes all of them in its epilogue.
 WHOLE = {
     "a bias": (BIAS, ["y = add(%h, %b)"], "bias %b"),
     "a bias on the left": (BIAS, ["y = add(%b, %h)"], "bias %b"),
@@ -72,7 +72,7 @@ def test_all_of_a_kernel(name: str, dtype: str) -> None:
     assert folded(before) == (str(before) if is_inexact else after)
 
 
-# The inputs of the kernel and its ops. No matmul can do all of them, and without the first op the kernel would read and write as much.
+# The inputs of a kernel and its ops. No epilogue can compute all of them, and without the first op the kernel would access as many bytes.
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),
@@ -97,7 +97,8 @@ def test_kernels_that_stay(name: str) -> None:
 
 
 def test_a_kernel_is_left_with_what_a_value_that_it_wrote_leads_to() -> None:
-    """A sum that is normalised, and later added to again."""
+    """A kernel adds, writes the sum, and computes another result from it. The addition becomes an epilogue, and the kernel reads the
+    sum."""
     ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
     before = host(
         kernel(*ops, inputs=BOTH, results="%s, %y"),
@@ -138,7 +139,7 @@ host @f(%x: bf16[M, K], %w: bf16[K, N], %v: bf16[K, N]) -> (%y: bf16[M, N]) mesh
 
 
 def test_one_kernel_after_another() -> None:
-    """The remainder of a fold can be folded again."""
+    """After a fold, the rest of a kernel can be folded again."""
     kernels = ADD + "kernel @relu_y(%a: {t}[M, N]) {\n  %y: {t}[M, N] = relu(%a)\n}\n"
     body = """\
 %h = allocate {t}[M, N]

@@ -1,4 +1,4 @@
-"""Launches that become one kernel, names of the kernel's values, and reasons why a kernel ends."""
+"""The pass fuse_kernels: launches that become one kernel, names of the values in the kernel, and reasons why a kernel ends."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
 
 
 def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
-    """True if a kernel of %x and one of %x and %w after these instructions stay separate."""
+    """True if two kernels stay separate: one that reads %x, and one that reads %x and %w after the instructions in `between`."""
     inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
     body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
     text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))
@@ -246,13 +246,13 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("")
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
-    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads it
-    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data for which the wait is
-    assert apart("", "launch @multiply_y %w, %w -> %b")  # the two kernels share no operand
+    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads %a
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data that the wait is for
+    assert apart("", "launch @multiply_y %w, %w -> %b")  # the two kernels have no common operand
 
 
 def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
-    """Two adjacent slices that a concatenation fills. Their common operand is not written."""
+    """One kernel writes two adjacent slices of a concat. Their common operand is not written to memory."""
     x = hw.f32["M", "N"]
 
     @hw.fusion(x=x, w=hw.f32["M", "M"])
@@ -271,7 +271,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
-    """Backward pass of a norm: the column sum does not recompute operands of the row sum, so these need not be written."""
+    """In the backward pass of a norm, the kernel of the column sum does not use values of the row sum's kernel, so that these values need
+    not be written."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
@@ -320,7 +321,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_streams_that_write_nothing_of_it_go_on_between() -> None:
-    """An asynchronous gather for a later matmul does not split a kernel."""
+    """Kernels are fused across an asynchronous gather whose result only a later matmul uses."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
@@ -331,7 +332,8 @@ def test_streams_that_write_nothing_of_it_go_on_between() -> None:
 
 
 def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
-    """The kernel's input is written chunk by chunk, and not written again after it has been read."""
+    """Kernels are fused although a stream is running: a loop has written the kernel's input chunk by chunk, and does not write it
+    again."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
@@ -342,7 +344,7 @@ def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
     assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
 
 
-# Launches, and the reason why the first kernel ends.
+# Launches, and the reason why the second one is not part of the first kernel.
 ENDS = {
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",
@@ -423,7 +425,7 @@ def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
 
 
 def test_what_two_kernels_took_over_is_computed_once() -> None:
-    """The cast of c is part of the sum and of the difference, which finally become one kernel."""
+    """Two kernels each contain the cast of c. When they become one kernel, it has the cast only once."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
         wide = hw.astype(c, hw.f32)
@@ -482,7 +484,7 @@ def test_numbers_are_told_apart_as_they_are_written() -> None:
 
 
 def test_a_wider_dtype_is_not_written() -> None:
-    """Two kernels that need a value in f32 each read it in its rounded form and widen it."""
+    """If two kernels need a value in f32 that is also stored in 16 bits, each reads the 16 bits and casts them."""
 
     @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
     def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -495,7 +497,7 @@ def test_a_wider_dtype_is_not_written() -> None:
 
 
 def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops over time become such chains. An analysis for each kernel took most of the time of lowering."""
+    """Recurrences become such chains. One analysis of the program per kernel would take most of the time of lowering."""
     analyses, begin = 0, Links.__init__
 
     def counted(links: Links, program: HostProgram) -> None:

@@ -1,4 +1,4 @@
-"""Communications that share a group, instructions that move for that, and ends of groups."""
+"""The pass group_communications: communications of one group, instructions that are moved out of the way, and where a group ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def grouped(program: HostProgram) -> str:
-    """Body after the pass."""
+    """Text of the body after the pass."""
     result = group_communications(program, Options())
     verify_host(result)
     assert HostProgram.parse(str(result)) == result
@@ -102,18 +102,18 @@ def test_what_is_computed_between_them_goes_before() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # two channels
-        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # one needs the other
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # different channels
+        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # the second reads the result of the first
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
-        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write one buffer
-        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes a buffer that the other reads
-        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from received data
-        # overwrites sent data
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write to the same buffer
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # the second writes to a buffer that the first reads
+        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # the kernel reads received data
+        # The kernel overwrites data that is sent.
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
-        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # conditions on the rank stay separate
+        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # bodies of a condition on the rank
     ],
 )
 def test_what_stays_apart(body: str) -> None:
@@ -122,7 +122,7 @@ def test_what_stays_apart(body: str) -> None:
 
 
 def posting(program: HostProgram, most: int) -> HostProgram:
-    """Channels whose transport accepts this many calls per group."""
+    """The program with a transport that accepts at most this many calls per group."""
     transport = replace(find_transport("two_sided"), posts_in_group=most)
     return replace(program, channels=tuple(replace(channel, transport=transport) for channel in program.channels))
 
@@ -140,20 +140,20 @@ def test_collectives_of_uneven_shards_share_a_group() -> None:
   }
 """
     )
-    program = posting(program, 3)  # each posts two broadcasts
+    program = posting(program, 3)  # each communication posts two broadcasts
     assert group_communications(program, Options()) == program
 
 
 def test_a_group_holds_what_its_transport_takes() -> None:
     program = host("all_to_all %a -> %p on x\nall_to_all %b -> %q on x\nall_to_all %b -> %r on x")
-    text = str(group_communications(posting(program, 8), Options()))  # an all_to_all over two ranks posts 4
+    text = str(group_communications(posting(program, 8), Options()))  # an all_to_all between two ranks posts 4 calls
     assert text.count("group {") == 1
     assert text.endswith("  }\n  all_to_all %b -> %r on x\n}\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_program_with_groups(ranks: int) -> None:
-    """Gathers, reductions and scatters that share groups, at even and uneven sizes; every rank's copy is checked."""
+    """Gathers, reductions and reduce-scatters in common groups, with even and uneven sizes. The results of all ranks are compared."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), u=hw.f32["M@x", "K"], v=hw.f32["M@x", "L"])
     def shared(u, v):
@@ -177,7 +177,7 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_what_lays_out_comes_behind() -> None:
-    """An unpack of received data moves after the next communication, unless that reads or overwrites its result."""
+    """An `unpack` of received data moves after the next communication, unless this communication reads or overwrites the unpacked data."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))

@@ -1,4 +1,4 @@
-"""The pass multiply_few_rows: matmuls with few rows and the kernel that uses them become one kernel."""
+"""The pass multiply_few_rows: matmuls of few rows, and the kernel that uses their results, become one kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gated(rows: int | str) -> hw.Fusion:
 
 
 def body(rows: int | str) -> list[str]:
-    """Instructions that the pass adds; others do not move."""
+    """Text of the instructions that the pass adds. It moves no other instruction."""
     added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
     return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
 

@@ -1,4 +1,4 @@
-"""Buffers that share memory: chunks of steps, results and their operands, and buffers with disjoint live ranges."""
+"""Passes that save memory: one buffer per stream, results in the memory of operands, and live ranges of buffers."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# Each case has one reason why a result cannot use its operand's memory. The body does not change.
+# In each case, a result cannot use the memory of its operand for one reason. The pass does not change the body.
 APART = {
     "as many streams as steps": (
         ONE.replace("ring[2]", "ring[4]"),
@@ -469,7 +469,7 @@ join ring
 
 
 def with_planned_memory(program: HostProgram) -> HostProgram:
-    """Applies all memory passes."""
+    """The program after all passes that save memory."""
     for apply in PASSES[PASSES.index(multi_buffer) :]:
         program = apply(program, Options())
     return program

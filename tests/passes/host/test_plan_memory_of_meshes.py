@@ -1,4 +1,4 @@
-"""Memory sharing between ranks of several meshes that run different instructions."""
+"""Memory of programs with several meshes, whose ranks run different instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass privatize_per_stream: a buffer of which a stream block uses one chunk is allocated in the block."""
+"""The pass privatize_per_stream: if a stream block uses one chunk of a buffer, only this chunk is allocated, in the block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own chunks that are used in place: host text in, host text out, with equal meaning."""
+"""The pass propagate_copies: a rank uses its local chunk in place, without a copy. Results do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = "if %p != rank.x {{\n" + SWAP + "}}\n"
 G, H = "%g = allocate f32[4, 4]\n", "%h = allocate f32[4, 4]\nmatmul %x, %x -> %h\n"
 LANDS = "%l_i = select %l[0: %p]\n"
 
-# A step before and after the pass.
+# An iteration before and after the pass.
 CASES = {
     "what reads the copy, and views of it": (
         f"{G}{OWN.format('%g', '%x')}%t = permute %g by [1, 0]\n%a = allocate f32[4, 4]\nmatmul %t, %g -> %a\nmatmul %a, %g -> %y_i\n",
@@ -63,7 +63,7 @@ CASES = {
         + OTHERS.format("%l_i", "%h"),
     ),
 }
-# Steps that keep the copy.
+# Iterations in which the copy is needed.
 STAYS = {
     "the copy is overwritten": f"{G}{OWN.format('%g', '%x')}launch @negative_b %g -> %g\nmatmul %g, %x -> %y_i\n",
     "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",
@@ -83,7 +83,7 @@ STAYS = {
 
 
 def program(step: str) -> HostProgram:
-    """Three steps on three ranks; the data that arrives in %l is summed after them."""
+    """Program of three iterations on three ranks, which then adds the data that was received in %l."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)
@@ -136,7 +136,7 @@ def test_a_copy_stays_where(case: str) -> None:
 
 
 def test_a_choice_touches_what_it_chooses_on_each_rank() -> None:
-    """A write of a buffer during the read through the choice is a race only on the rank that chooses this buffer."""
+    """Writing to one of two buffers during a read of `choose` is a race only on the rank that selects this buffer."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
   fork ring

@@ -1,4 +1,5 @@
-"""Few rows are reduced to few numbers by one kernel, with equal results on both sides of the condition."""
+"""The pass reduce_few_rows: if there are few rows, one kernel computes two consecutive reductions. Both branches of the condition give the
+same results."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_a_stated_size_chooses(rows: int, is_chosen: bool) -> None:
     [
         (lambda x: hw.sum(x), hw.f32[64, 4096]),  # the number of rows is known
         (lambda x: ((s := hw.sum(x, 1)), hw.sum(s)), hw.f32["M", 4096]),  # the sums of rows are a result
-        (lambda x: hw.max(hw.sum(x, 1), 0), hw.f32["M", 4096]),  # two reductions
+        (lambda x: hw.max(hw.sum(x, 1), 0), hw.f32["M", 4096]),  # two different reductions
     ],
 )
 def test_two_kernels_remain(function: Callable[..., Any], spec: Any) -> None:
@@ -74,8 +75,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_of_three_reductions_in_a_row_two_are_one() -> None:
-    """Two of three consecutive sums become one kernel. Once, the first and the last were both joined with the middle one, which was
-    lost."""
+    """Two of three consecutive sums become one kernel. A former defect fused the middle sum with both others and lost it."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

@@ -1,4 +1,4 @@
-"""The pass reduce_in_kernels: small all-reduces become part of the kernel that reads them."""
+"""The pass reduce_in_kernels: a small all-reduce becomes part of the kernel that reads its result."""
 
 from __future__ import annotations
 

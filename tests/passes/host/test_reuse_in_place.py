@@ -1,4 +1,4 @@
-"""Results of reductions in the memory of donated inputs: in place if only the thread that writes an element reads it."""
+"""The pass reuse_in_place: a reduction may write to a donated input if each element is read only by the thread that writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: int, dtype: hw.DType) -> None:
-    """Operands like a bias and its gradient, for all layouts of the reduction: vectors, threads, blocks and parts of blocks."""
+    """An update of a bias from its gradient, for all schedules of the reduction: vectors, threads, blocks and parts of blocks."""
     kept = shape[1 - axis]
 
     @hw.fusion(donate={"w": 0, "v": 1}, x=dtype[shape], w=dtype[kept], v=hw.f32[kept])
@@ -41,7 +41,7 @@ def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: 
 
 
 def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
-    """Every thread reads the scale for its products, so the sum cannot be written to the scale's memory. It is copied there at the end."""
+    """Every thread reads the scale, so the sum cannot be written to the memory of the scale. It is copied there at the end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:
@@ -54,7 +54,7 @@ def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
 
 
 def test_a_counter_is_counted_after_its_last_use() -> None:
-    """The kernel of the first result moves behind the kernel that reads the counter, so that nothing is copied."""
+    """The kernel that updates the counter is moved after the kernel that reads the counter, so that no copy is needed."""
 
     @hw.fusion(donate={"n": 0}, n=hw.i64[()], x=hw.f32["M", "N"])
     def step(n: Any, x: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Communications that are ordered, positions of their waits and records, and programs that stay unchanged."""
+"""The passes serialize_channels and software_pipeline: which communications are ordered, where waits and records are, and programs that do
+not change."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def in_turn(program: HostProgram) -> HostProgram:
-    """After the passes that order channels."""
+    """The program after the passes that order channels."""
     return serialize_channels(software_pipeline(program, Options()), Options())
 
 
@@ -160,14 +161,14 @@ def test_only_what_is_unordered_takes_turns() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        host(LOOP.replace("dp", "tp"), HEADER.replace("4@dp", "4@tp")),  # one channel
-        host(LOOP, HEADER.replace("tp=2", "tp=1")),  # one of a single rank
-        host(LOOP, HEADER.replace("ring[2]", "ring[1]")),  # one stream
+        host(LOOP.replace("dp", "tp"), HEADER.replace("4@dp", "4@tp")),  # only one channel
+        host(LOOP, HEADER.replace("tp=2", "tp=1")),  # one of the channels has a single rank
+        host(LOOP, HEADER.replace("ring[2]", "ring[1]")),  # only one stream
         host(LOOP.replace("ring[%i]", "ring[%i / 2]")),
         host("all_reduce sum %x -> %y on tp\nall_reduce sum %v -> %z on dp"),
         host("fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring\nall_reduce sum %v -> %z on dp"),
         host("all_reduce sum %v -> %z on dp\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring"),
-        host(  # an existing event
+        host(  # an event of the program already orders them
             "fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
             "stream ring[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin ring",
             HEADER + " events(done[1])",
@@ -223,7 +224,7 @@ def test_a_communication_of_uneven_sizes_alone() -> None:
 
 
 def test_no_turn_before_the_first_and_after_the_last() -> None:
-    """For bodies that run once."""
+    """In bodies that run once, there is no wait before the first communication, and no record after the last."""
     body = """\
   fork ring
   stream ring[0] {
@@ -325,7 +326,8 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Returns two bools: at the start of a step's `first`, has the previous step's `last` ended, and has its launch ended."""
+    """Two bools: when `first` of an iteration starts, whether `last` of the previous iteration has ended, and whether its launch has
+    ended."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -346,10 +348,10 @@ def test_what_goes_ahead_waits_for_no_computation() -> None:
 @pytest.mark.parametrize(
     ("body", "header"),
     [
-        (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # nothing is computed between
+        (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # no computation between the communications
         (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
         (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
-        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # unknown number of steps
+        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # unknown number of iterations
         (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
     ],
 )
@@ -363,7 +365,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 
 def test_a_channel_keeps_its_order() -> None:
-    """Neither of a step's two collectives on one channel moves without the other."""
+    """If an iteration has two collectives on one channel, neither is moved across the other."""
     text = str(in_turn(steps(TWICE)))
     assert "for %i in 0..2" in text
 
@@ -404,7 +406,8 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 
 def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
-    """Returned data depends on received data: the next step's recv would wait for a send that follows this step's recv."""
+    """A rank sends data back that it computes from received data. If the next recv were issued first, it would wait for a send that
+    follows the current recv."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
@@ -431,8 +434,8 @@ def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
     def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
-        weights = {name: hw.relu(weight) for name, weight in weights.items()}  # no group of inputs, which calls would repeat over
-        whole = hw.reshard(g, "K", "K")  # asynchronous up to its use
+        weights = {name: hw.relu(weight) for name, weight in weights.items()}  # so that the calls do not become a repeat
+        whole = hw.reshard(g, "K", "K")  # asynchronous until it is used
         h = hw.matmul(x, k)
         for i in range(3):
             h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])
@@ -446,7 +449,7 @@ def test_work_is_unordered_with_all_calls_that_it_may_overlap() -> None:
     lower(model, options, lambda name, stage: stages.setdefault(name, stage))
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
-    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # overlaps with all calls
+    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # the gather overlaps with all calls
 
     def found(one: HostProgram) -> set[tree.Instruction]:
         pairs = channel_order.unordered(instantiate(one, minimal_sizes(program)))

@@ -1,4 +1,4 @@
-"""The pass sink_allocations: allocations for a mesh of some ranks move into the body that first needs them."""
+"""The pass sink_allocations: buffers of a mesh of some ranks are allocated in the `on` body that first uses them."""
 
 from __future__ import annotations
 

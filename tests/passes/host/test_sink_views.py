@@ -1,4 +1,4 @@
-"""Positions of views: host text in, host text out."""
+"""The pass sink_views: to which positions views are moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions where the caller's stream waits for a loop, and instructions that may run before."""
+"""The pass sink_waits: where the caller's stream waits for a loop, and which instructions can run before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def host(body: str) -> HostProgram:
 
 
 def sunk(body: str) -> str:
-    """The body after the pass, from the end of the loop."""
+    """Text of the body after the loop, after the pass."""
     result = sink_waits(host(body), Options())
     verify_host(result)
     check(result)
@@ -58,10 +58,10 @@ def test_two_joins() -> None:
     "body",
     [
         LOOP + "join ring\ncopy %y -> %z",  # reads a result of the loop
-        LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # writes it again
+        LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # overwrites a result of the loop
         LOOP + "join ring\n" + LOOP.replace("%i", "%j").replace("%y", "%z").replace("_i", "_j") + "join ring",
-        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # another stream reads it
-        LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # nothing to gain
+        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # another stream reads a result of the loop
+        LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # an allocation takes no time, so moving the wait has no gain
     ],
 )
 def test_what_stays_as_it_is(body: str) -> None:

@@ -1,4 +1,4 @@
-"""Reductions of much data to few numbers are split into two kernels, with equal results."""
+"""The pass split_reductions: a reduction of many elements to few is split into two kernels, with the same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.fusion_ir.reference import run_reference
 
 
 def kernels(function: Any, **specs: Any) -> list[str]:
-    """Launched kernels, in order."""
+    """Names of the launched kernels, in order."""
     host_ir = hw.compile(hw.fusion(**specs)(function)).host_ir
     return [line.split()[1] for line in host_ir.splitlines() if line.strip().startswith("launch") and "_of_few_rows" not in line]
 
@@ -25,9 +25,9 @@ def kernels(function: Any, **specs: Any) -> list[str]:
         (hw.f32["M", "N"], ["@sum_y_rows", "@sum_y"]),
         (hw.bf16["M", "N"], ["@astype_sum_y_rows", "@sum_astype_y"]),
         (hw.i32["M", 4096], ["@sum_y_rows", "@sum_y"]),
-        (hw.f32["N"], ["@sum_y"]),  # one row: there is nothing to split
+        (hw.f32["N"], ["@sum_y"]),  # a single row cannot be split by rows
         (hw.f32[16, 4096], ["@sum_y_rows", "@sum_y"]),
-        (hw.f32[15, 4096], ["@sum_y"]),  # little
+        (hw.f32[15, 4096], ["@sum_y"]),  # too few elements
     ],
     ids=str,
 )
@@ -48,7 +48,7 @@ def test_many_numbers_have_threads_enough() -> None:
 
 
 def test_neighbours_join_either_half() -> None:
-    """Norm of a gradient: ops before the sum join the kernel over rows, ops after it the kernel over the result."""
+    """In the norm of a gradient, ops before the sum are in the first kernel, and ops after it in the second."""
     norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
     assert norm == ["@astype_multiply_sum_x_rows", "@sum_sqrt_y"]
 

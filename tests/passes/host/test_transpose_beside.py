@@ -1,4 +1,4 @@
-"""The pass transpose_beside: transposed copies that a kernel writes itself, and those that stay."""
+"""The pass transpose_beside: which transposed copies of a result are written by the kernel that computes it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def program(body: str) -> HostProgram:
 
 
 def test_the_copy_is_made_with_its_operand() -> None:
-    """At the launch, before other readers. A cast is made twice, so that both stores round pairs."""
+    """The launch that computes the value also writes its transpose, before other instructions read it. The cast is in the kernel twice, so
+    that both stores convert pairs."""
     made = transpose_beside(program("launch @halve %x -> %q copy %q -> %y %t = permute %q by [1, 0] copy %t -> %z"), Options())
     text = str(made)
     assert "  launch @fused_q_z %x -> %q, %z\n  copy %q -> %y\n}" in text

@@ -1,4 +1,4 @@
-"""Lowering of single ops: views, in-place results, and asynchronous communication. Fusion text in, host text out."""
+"""Lowering of single ops from the fusion IR to the host IR: views, in-place results, and asynchronous communication."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_lower_to_host(case: str) -> None:
 
 @pytest.mark.parametrize(("chunks", "streams"), [((2, 3), 3), ((3, 2), 3), ((2, 8), 4), ((1, 1), 1)])
 def test_no_more_streams_than_the_steps_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
-    """Counts loops of blocks and of their callers."""
+    """The number of streams is at most that of the iterations of the longest loop, in functions and in their callers."""
     inner, outer = (f"stream(M, {count})" for count in chunks)
     stage = Fusion.parse(f"""\
 function @b(%x: f32[M]) {{

@@ -1,4 +1,4 @@
-"""Ops that share a loop, and decisions of lower_to_host before emission: memory of results."""
+"""Decisions of lower_to_host: the ops of a loop, and which results are written into the memory of other values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parsed(inputs: str, ops: str) -> Fusion:
 
 
 def flow(inputs: str, ops: str) -> Dataflow:
-    """A fusion after the passes before lower_to_host."""
+    """Dataflow of a fusion after the passes that precede lower_to_host."""
     fusion = parsed(inputs, ops)
     for apply in PASSES[: PASSES.index(lower_to_host)]:
         fusion = apply(fusion, Options())
@@ -57,7 +57,7 @@ LOOPS = {
 
 
 def names_of(flow: Dataflow) -> list[list[str]]:
-    """Names of the values of each loop, and of each op outside of loops."""
+    """Names of the values of each loop, and the name of each value outside of loops."""
     return [[op.result.name for op in (item.ops if isinstance(item, ChunkLoop) else (item,))] for item in flow.fusion.body]
 
 
@@ -78,7 +78,8 @@ def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
 
 
 def test_operands_are_made_in_the_result() -> None:
-    """A matmul writes at its place, and then so does a kernel. Without such an op one kernel computes all operands."""
+    """If a matmul computes an operand of a concat, all operands are written to slices of the result. Otherwise one kernel computes the
+    concat."""
     for first in ("matmul(%x, %x)", "exp(%x)"):
         ops = f"%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = {first}\n%y: f32[2*M, M] = concat(%a, %b, axis=0)"
         placement = placement_of(flow("%x: f32[M, M]", ops))
@@ -102,7 +103,7 @@ def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
 
 
 def test_what_is_transposed_in_its_loop_lies_whole() -> None:
-    """The transpose is a view of all chunks."""
+    """A value that is transposed in its loop is stored for all chunks, because the transpose is a view of the whole value."""
     ops = """
         %h: f32[M, N] stream(N, 4) = negative(%x)
         %t: f32[N, M] stream(N, 4) = permute_dims(%h, axes=(1, 0))
@@ -114,7 +115,7 @@ def test_what_is_transposed_in_its_loop_lies_whole() -> None:
 
 
 def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
-    """The check detects streams that a loop uses without a fork."""
+    """A loop with few iterations forks only the streams that it uses. The check would detect a missing fork."""
     fusion = parsed("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)")
     host = lower(fusion, Options())
     assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]

@@ -1,4 +1,4 @@
-"""Lowering of reshards to another mesh: communications, blocks that stay, and ops that join a chunk loop."""
+"""Lowering of reshards to another mesh: communications, blocks that are already on their rank, and moves in chunk loops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
         (hw.f32["M@x", "N"].on(B), ["reduce_scatter", "transfer"]),
         (hw.f32["M", "N"].on(ALL.ranks([1])), ["reduce"]),
         (hw.f32["M", "N"].on(ALL.ranks([3])), ["reduce", "transfer"]),
-        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # each rank then has it
+        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # after the all_reduce each rank has the result
         (hw.f32["M", "N@x"], ["reduce_scatter", "transfer"]),
     ],
 )
@@ -82,7 +82,7 @@ def test_who_sends_what() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
     assert found.share(2) == Fraction(5, 2)
-    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two holders: each sends once
+    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks have the tensor, and each sends it once
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
@@ -108,7 +108,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
 
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
-    """Blocks of parts of dims, and ranks on both sides, cannot be steps of a loop."""
+    """A move is not in a loop if its blocks are not whole dims, or if some ranks are on both meshes."""
     source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
     text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
     before = text.replace(f"f32[M, K] {ON_B}", there)
@@ -132,7 +132,7 @@ def test_a_transfer_that_cannot_be_streamed() -> None:
 
 
 def lowered(text: str) -> str:
-    """Body of the host program."""
+    """Text of the lowered body."""
     return str(lower(Fusion.parse(text), Options())).partition(" {\n")[2].removesuffix("}\n")
 
 
@@ -156,7 +156,7 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
 
 
 def test_what_is_there_is_not_copied() -> None:
-    """Replication to a mesh of some of the ranks: a value that is used in computation costs nothing; a slice is a view."""
+    """If a replicated value moves to a mesh of some of its ranks, nothing is copied. A slice is a view."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
           %t: f32[M@x, K] {ON_B} pinned = reshard(%x)
@@ -169,7 +169,7 @@ def test_what_is_there_is_not_copied() -> None:
 
 
 def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
-    """A C++ block ends with each `on` body, so the slice of %x is out of scope in the second one."""
+    """The slice of %x is made in each of two `on` bodies, because the first body is a C++ block that ends."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
           %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
@@ -185,7 +185,7 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
 
 
 def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
-    """Uneven blocks are packed unless they are contiguous. If both meshes split a dim, each shard of one may overlap each shard of the
+    """Uneven blocks are packed unless they are contiguous. If both meshes split a dim, any shard of one mesh may overlap any shard of the
     other."""
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}, %v: f32[K, M@x] {ON_A}) mesh(x=4) {{
@@ -210,7 +210,7 @@ def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
-    """A rank on both meshes copies locally. With as many holders as receivers, each holder sends."""
+    """A rank on both meshes copies locally. If as many ranks have a block as need it, each of them sends it once."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{
@@ -343,7 +343,7 @@ def test_a_dim_that_divides_arrives_whole_beside_one_that_does_not() -> None:
         ),
         Options(),
     )
-    assert host.uneven == ("M",)  # the stream needs N to divide
+    assert host.uneven == ("M",)  # N is not in the list, because `.stream` needs it even
     x, v = np.arange(7 * 78, dtype=np.float32).reshape(7, 78), np.arange(78, dtype=np.float32)
     spec = hw.f32["M@c", "N@d"].on(new)
     for rank, outputs in enumerate(interpret(host, {"x": x, "v": v})):

@@ -1,4 +1,4 @@
-"""Sizes that need not divide, and the error for an int that must."""
+"""Sizes that need not be multiples of the number of ranks, and the error for an int that must be one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
 
 
 def test_a_stream_over_ints_that_ranks_share_unevenly() -> None:
-    """The op is not in a loop, and a warning reports this."""
+    """The op is then not in a loop, and a warning reports this."""
     with pytest.warns(OverlapWarning, match="4 ranks do not split the size 10 of dim 0 of %x_gathered evenly, so that there is no loop"):
         program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10@x, K] stream(0, 2) = negative(%x)", mesh="x=4"), Options())
     assert "for %i" not in str(program)
