@@ -280,7 +280,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%a: f32[M] = call @b(%x)\n  %c: f32[M] = output @b(%a, index=1)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,
-        "text:8: output: output 1 of %a is taken twice; use the first",
+        "text:8: output: output 1 of %a is named twice; use the first name",
     ),
     calling("%y: f32[M] = call @b(%x)", HEAD.replace("@b(%x: f32[M]", "@b(%x: f32[M] partial(sum, x)")): (
         ProgramError,

@@ -152,7 +152,8 @@ def _walked(kernel: Kernel, types: dict[str, TensorType], shared: _Dims) -> tupl
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if a whole dim of a value is needed that the kernel does not hold as a whole."""
+    """Raises NotOneKernel if an op that needs all elements along a dim is not the only op. Also raises it if a value is read at
+    data-dependent positions, and the kernel computes the value or iterates over it."""
     whole = [op.result.name for op in kernel.ops if OPS[op.kind].lane]
     if len(kernel.ops) > 1 and whole:
         raise NotOneKernel(f"%{whole[0]} needs all elements along a dim at once")
@@ -167,12 +168,13 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
 def _labelled(
     types: dict[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
 ) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
-    """Sizes of all indices, and for each value the indices of its dims and the names of those that are parts."""
+    """Returns the size of each index, the indices of each value's dims, and for each value its parts: an index of which it covers only a
+    part, and the name of that part."""
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     parts: dict[str, dict[str, str]] = {}
     for name, type in types.items():
-        # The updated operand has no indices, and the result has those of the written part.
+        # The updated operand has no indices. The result has the indices of the written part.
         if update is not None and name in (update.tensors[0], update.result.name):
             indices[name] = (None,) * len(type.dims) if name == update.tensors[0] else indices[update.tensors[1]]
             continue
@@ -182,7 +184,7 @@ def _labelled(
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole replaces this one
+                sizes.setdefault(index, size)  # keeps the order of the indices; the size of the whole dim replaces this size
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)

@@ -31,7 +31,7 @@ class Pieces:
         segments = {place: [i for start, end in of for i in range(number_of[start], number_of[end])] for place, of in runs.items()}
         piece_of, count = [0] * (len(cuts) - 1), 1
         for covered in segments.values():
-            inside: dict[int, int] = {}  # old piece -> new piece for the bytes of it that this access covers
+            inside: dict[int, int] = {}  # old piece -> new piece, for those of its bytes that this access covers
             for segment in dict.fromkeys(covered):
                 before = piece_of[segment]
                 if before not in inside:

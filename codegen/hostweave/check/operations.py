@@ -27,7 +27,7 @@ class ByteLayout:
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each row level, outermost first
+    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each dim of rows, outermost first
     run: int  # bytes of a contiguous run
 
     @property

@@ -185,12 +185,12 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation that is in a window, or will be. A part of one could have a different offset on a
-        peer."""
+        """True if the buffer is a whole allocation in a window, or one that `windows.py` will move to a window. A part of an allocation
+        could have a different offset on a peer."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """Returns `src` if it is in a window, otherwise a copy that is."""
+        """Returns `src` if it is in a window, otherwise a copy in a window."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])

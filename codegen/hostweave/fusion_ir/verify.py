@@ -159,7 +159,7 @@ def _verify_further_results(body: Fusion) -> None:
     for op in (op for op in body.ops if op.kind == "output"):
         source, index = made.get(op.tensors[0]), op[INDEX]
         if taken.count((op.tensors[0], index)) > 1:
-            raise ProgramError(f"output: output {index} of %{op.tensors[0]} is taken twice; use the first", op.location)
+            raise ProgramError(f"output: output {index} of %{op.tensors[0]} is named twice; use the first name", op.location)
         if op.callee and calls.get(op.tensors[0]) != op.callee:
             raise ProgramError(f"output: %{op.tensors[0]} is not a call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
@@ -244,7 +244,8 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """Checks that a renumber converts between zigzag and rank order, with the order of the pieces on these ranks."""
+    """Checks that a renumber converts from zigzag to rank order or back, and that its sources have the order that this number of ranks
+    requires."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)

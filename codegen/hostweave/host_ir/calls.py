@@ -24,7 +24,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
-    # callees are analysed together with the part
+    # the analysis of a part also needs the events of its callees
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,

@@ -49,7 +49,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     for op, types_in_kernel in _ops(program):
         if op.kind == "start":  # a slice needs at least one possible start
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
-        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have at least as many elements as are kept
+        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # the source must have at least as many elements as the op keeps
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))

@@ -30,7 +30,7 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-SMALL = 32  # elements; one thread does a shorter contiguous reduction
+SMALL = 32  # elements; one thread computes a contiguous reduction of fewer elements
 TILE = 32  # columns in the tile of a block: hw::kTile
 TILE_THREADS, MOST_THREADS = 512, 1024  # threads in the block of a tile
 

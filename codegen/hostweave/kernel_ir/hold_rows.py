@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads. The threads hold a row in registers if several walks use it, or if a late walk would have to wait for
-it.
+"""Splits rows evenly over threads. The threads hold a row in registers if several walks use it, or if a later walk would have to wait for
+the row.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -28,7 +28,7 @@ from hostweave.types.machine import Machine
 
 WARP = 32  # threads
 ROW_THREADS = 512  # largest number of threads that share a row of known length
-MANY_THREADS = 1024  # the same for held values that the kernel computes, which need more registers than inputs of 16 bits
+MANY_THREADS = 1024  # the same limit if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # threads that together read 128 bytes: the preferred minimum
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
@@ -97,7 +97,7 @@ def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) 
 
 
 def _operands(op: Op) -> tuple[str, ...]:
-    """Operands of which the op uses elements."""
+    """Operands whose elements the op reads, not only their size."""
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 

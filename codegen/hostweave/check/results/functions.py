@@ -33,7 +33,8 @@ from hostweave.check.results.lanes import (
     values_of,
 )
 
-# NumPy functions that are replaced by random functions of the field, each with a map of its operand into its domain.
+# NumPy functions that are replaced by random functions of the field -> the function that maps any operand into the domain of the NumPy
+# function
 _ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _OPAQUE: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANYWHERE, lambda x: x),

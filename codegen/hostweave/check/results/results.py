@@ -33,7 +33,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MOST_SEEDS = 4, 12
-NEARLY = 1e-9  # relative difference of numbers that are equal in f64
+NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
 FEW = 2 * 10**4  # elements of all seeds together
 MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
 
@@ -249,8 +249,8 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
     """The program at the sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
     Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if blocks are packed: with as many
-    blocks as rows, packing would equal its inverse. A fusion with many elements is not compared at larger sizes. The variant runs its
-    branches for these at small sizes.
+    blocks as rows, packing would equal its inverse. A fusion with many elements is not compared at larger sizes. The variant runs the
+    branches for sizes that are not compared, but at small sizes.
     """
     near = NEAR if work(fusion, sizes_to_check(program, NEAR)[-1]) <= MANY else 1
     sizes = sizes_to_check(program, near)

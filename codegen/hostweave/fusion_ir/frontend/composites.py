@@ -253,7 +253,8 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # from the maxima of the rows, which the kernel of the rows computes
+        # reduces the maxima of the rows, because the kernel of a norm can compute these
+        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", _cast(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 

@@ -49,7 +49,7 @@ class _Run:
     results: tuple[Column, ...]  # one column per result; "" for a result that is not used
     carried: dict[int, int] = field(default_factory=dict)  # operand -> index of the previous call's result that it reads
     each: dict[int, Column] = field(default_factory=dict)  # operand -> its values, in the order of the group's tensors
-    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group, of which each call reads the preceding tensor
+    lagged: dict[int, Column] = field(default_factory=dict)  # operand -> stack or group; call i reads its tensor i - 1
     placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> the reshards that replace it, all to one type
     backward: bool = False
 
@@ -271,8 +271,8 @@ class _Repeats:
         return None
 
     def group_outputs(self) -> dict[Column, tuple[_Run, int, TensorType | None]]:
-        """Columns of results that the program returns. Each has its run, the index of the calls' result, and the type to which the result
-        is resharded or None."""
+        """Columns of results that the program returns -> the run, the index of the result in its calls, and the type to which it is
+        resharded or None."""
         found: dict[Column, tuple[_Run, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):

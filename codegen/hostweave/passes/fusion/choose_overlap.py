@@ -35,7 +35,7 @@ from hostweave.types.size import Size
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
     """Moves the ops of each chunk loop into a region. Adjacent ops with the same iterations share a loop.
 
-    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists those that are.
+    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible ones.
     """
     choice = _Choice(fusion, options)
     for op in fusion.ops:
@@ -239,7 +239,8 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True for a move between disjoint meshes in which each rank sends its whole local tensor, and receivers hold it as a whole."""
+        """True for a move between disjoint meshes in which each rank sends its whole local tensor, which is the whole local tensor of its
+        receivers."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)

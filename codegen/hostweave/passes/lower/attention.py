@@ -178,7 +178,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Maps an op to those later ops, by kind, that its instruction also computes."""
+    """Maps an op to the later ops that its instruction also computes, by their kind."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

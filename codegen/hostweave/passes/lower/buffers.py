@@ -218,7 +218,7 @@ class Buffers:
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:
-        """Contiguous copy of a value of which the view is not possible."""
+        """Contiguous copy of a value whose memory layout does not allow the view."""
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)

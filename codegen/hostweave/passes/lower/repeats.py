@@ -110,8 +110,9 @@ class RepeatLowering:
         wanted = name or f"{op.result.name}_{pair[1]}"
         if all_given := used.get(results + len(function.inputs) + pair[1], ""):
             if kept or self.is_updated(function, *pair):
-                why = f"@{function.name} is repeated, and each tensor of {wanted} that its calls take or return is used"
-                raise ProgramError(f"{why}; return one of them only", op.location)
+                why = f"the repeat of @{function.name} cannot keep all values of {wanted} that its calls return"
+                reason = "together with all values that they read" if kept else "because each call overwrites the previous value"
+                raise ProgramError(f"{why}, {reason}; return only the last value", op.location)
             return _Carried(wanted, source, (self.buffers.buffer_of(all_given),), keeps="given", is_copied=False)
         if kept:
             whole = b.allocate(f"{kept}_and_last", BufferType(type.dtype, (op[DEPTH] + 1, *type.shape)))
