@@ -141,7 +141,7 @@ def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
         ("each=(1,), ", "", "only the mesh axes may differ"),
         ("carried=(0,), ", "", "give as many of both"),
         ("index=2", "index=6", "has no result 6"),
-        ("return %h, %s as", "%t: f32[depth, E, E] = negative(%w)\n  return %t, %s as", "%w is a group"),
+        ("return %h, %s as", "%t: f32[depth, E, E] = negative(%w)\n  return %t, %s as", "%w is a parameter group"),
         ("%k as", "%k, %s as", "returns one tensor twice"),
     ],
 )

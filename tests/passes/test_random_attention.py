@@ -25,7 +25,12 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType, block_of, holds
 
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 8}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4})
-REFUSED = ("are in zigzag, and there are", "cannot be divided evenly", "choose sizes that are multiples of it")
+REFUSED = (
+    "are in zigzag, which supports no lengths",
+    "are in zigzag, but there are",
+    "cannot be divided evenly",
+    "choose sizes that are multiples of it",
+)
 
 
 class Case:
