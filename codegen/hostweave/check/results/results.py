@@ -263,8 +263,8 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
         if each := each or with_far_branches(program, near):
             case = known.get(tuple(at.items())) if each is program else None
             case = case or _case(each, at)
-            executed = {id(operation.instruction): operation.instruction for operations in case[1].ranks for operation in operations}
-            ran = set(map(_without_values, tree.walk(tuple(set(executed.values())))))
+            executed = {operation.instruction for operations in case[1].ranks for operation in operations}
+            ran = set(map(_without_values, tree.walk(tuple(executed))))
             needed += [case] if not needed or has_blocks or ran & left else []
             left -= ran
     return needed
