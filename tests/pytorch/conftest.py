@@ -1,4 +1,4 @@
-"""Shares the graphs of torch.export between tests. An export takes longer than the rest of a compile."""
+"""Caches graphs of torch.export for several tests, because an export takes longer than the rest of a compilation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-_EXPORTED: dict[Any, Any] = {}  # exports of modules that tests share, each with the same inputs, with and without training
+_EXPORTED: dict[Any, Any] = {}  # exports of modules that several tests use, with the same inputs, with and without training
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of modules run in NumPy, with all ranks of their host programs, so that nothing is compiled."""
+    """Runs programs of modules by the NumPy interpreter of host programs, with all ranks, so that no C++ is compiled."""
     from hostweave.torch.compiled import ProgramPart
 
     monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
@@ -54,7 +54,7 @@ def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs for ranges of sizes are compiled in the background only in their own tests, because this takes time."""
+    """Disables the background compilation of programs for ranges of sizes, except in their tests, because it takes time."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

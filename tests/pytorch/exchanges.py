@@ -1,4 +1,4 @@
-"""Communications in programs of modules."""
+"""Counts communications in programs of modules."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,12 @@ from hostweave.host_ir.tree import Body, bodies
 
 
 def gathers(*programs: hw.Program) -> int:
-    """Number of all-gathers in calls of these programs, except those that are half of an all-reduce."""
+    """Number of all-gathers in a call of each program, without those that are half of an all-reduce."""
     return sum(_counted(inlined(program.host).body, program.host.depths()) for program in programs)
 
 
 def _counted(body: Body, depths: Mapping[str, int]) -> int:
-    """All-gathers minus reduce-scatters of a body. An instruction in a repeat counts as often as it runs."""
+    """Number of all-gathers minus number of reduce-scatters in a body. An instruction in a repeat counts once per iteration."""
     total = 0
     for i in body:
         times = depths.get(i.trips.name or "", 1) if isinstance(i, For) else 1

@@ -1,6 +1,6 @@
-"""A rank of models of transformers, and of a module of DTensors, as a process of torchrun, on GPUs if there are any.
+"""One rank of models of transformers, and of a module of DTensors. torchrun starts it, on GPUs if there are any.
 
-It prints for each one that its results equal torch's on one device.
+For each model it prints that the results equal torch's on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """
@@ -20,7 +20,7 @@ import hostweave.torch
 
 
 def check(name: str, group: hw.Group, device: torch.device) -> None:
-    """Logits, and loss and gradients of a step. A rank has its blocks of the arguments, and all of the parameters."""
+    """Compares logits, and the loss and gradients of a step. A rank has blocks of the arguments, and all parameters."""
     module, inputs, plan = training_model(name, group.count)
     module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}
     want, mesh = copy.deepcopy(module), MESHES[group.count]

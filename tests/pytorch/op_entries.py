@@ -1,4 +1,4 @@
-"""The entries of torch's own op database as functions of tensors of a dtype, each with its first sample that has elements."""
+"""Entries of torch's op database as functions of tensors of a dtype, each with its first sample that is not empty."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class Entry:
-    """An entry that can be compared: it takes tensors, and returns the same result twice."""
+    """An entry that can be compared, because it takes tensors, and returns the same result when it is called again."""
 
     name: str
     function: Callable[..., list[torch.Tensor]]
@@ -23,7 +23,7 @@ class Entry:
 
 
 class Several(nn.Module):
-    """Entries in one program, with different arguments."""
+    """A module with several entries, which have separate arguments, so that they are one program."""
 
     def __init__(self, entries: list[Entry]):
         super().__init__()
@@ -92,11 +92,11 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         IndexError,
         StopIteration,
         TypeError,
-    ):  # errors about features that this build of torch lacks
+    ):  # this build of torch lacks a feature
         return None
 
 
-# Ops that may return any place among equal elements, with the number of their argument that is the dim.
+# Ops that may return the index of any of several equal elements, and the index of the argument that is the dim.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

@@ -1,7 +1,7 @@
-"""A rank of a pipeline as a process of torchrun, on GPUs if there are any.
+"""One rank of a pipeline. torchrun starts it, on GPUs if there are any.
 
-It trains its stage, by torch's optimizer and by whole steps, and compares it with the same layers of a model that torch trains on one
-device.
+It trains its stage with torch's optimizer, and with steps that are one program. It compares the stage with the same layers of a model that
+torch trains on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
 """
@@ -35,9 +35,9 @@ class Block(nn.Module):
 
 
 def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype, in_program: bool) -> None:
-    """Compares steps of AdamW on the stage of this rank with torch's on all stages: losses, gradients and parameters.
+    """Compares losses, gradients and parameters of steps of AdamW: on the stage of this rank, and by torch on all stages.
 
-    With `in_program` the program steps the optimizer, and clips the gradients of all stages.
+    If `in_program`, the program includes the optimizer's step, and clips the gradients of all stages.
     """
     torch.manual_seed(0)
     stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)
@@ -59,12 +59,12 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
         if in_program:
             norm = nn.utils.clip_grad_norm_(want.parameters(), 0.5)
             torch.testing.assert_close(step.grad_norm.float(), norm.float(), rtol=TOLERANCES[dtype], atol=0)
-        elif number == 0 or dtype == torch.float32:  # AdamW's first steps are as large as the rate, even for roundoff of bf16
+        elif number == 0 or dtype == torch.float32:  # roundoff of bf16 may change first steps by twice the rate
             expect_gradients(own, want[group.rank], TOLERANCES[dtype])
         for optimizer in (theirs,) if in_program else (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    if in_program:  # a rank has no state of other stages
+    if in_program:  # a rank has only the state of its stage
         assert {id(one) for one in mine.state} == {id(one) for one in own.parameters()}
     if dtype == torch.float32:
         for one, other in zip(own.parameters(), want[group.rank].parameters(), strict=True):

@@ -97,14 +97,14 @@ BATCHES = {"input_ids": "dp, -", "attention_mask": "dp, -", "pixel_values": "dp,
 
 
 def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """A model, arguments with labels, and a plan for `ranks` ranks."""
+    """Returns a model, arguments with labels, and a plan for `ranks` ranks."""
     torch.manual_seed(ranks)
     module, inputs = MODELS[name]()
     if name == "vit":
         inputs["labels"] = torch.tensor([0, 1])
     else:
         inputs["labels"] = inputs["input_ids"].clone()
-        inputs["labels"][0, 3] = -100  # losses ignore it
+        inputs["labels"][0, 3] = -100  # the loss ignores this label
     plan = dict(PLANS[name]) if ranks > 1 else {}
     if ranks == 4:
         plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}
@@ -115,7 +115,7 @@ def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> No
     for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if other.grad is not None and parameter.grad is not None:
-            largest = float(max(other.grad.abs().max(), 1e-4))  # some, such as gradients of key biases, are zero except for roundoff
+            largest = float(max(other.grad.abs().max(), 1e-4))  # some gradients, such as those of key biases, are only roundoff
             torch.testing.assert_close(
                 parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
             )

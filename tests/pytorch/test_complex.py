@@ -1,4 +1,4 @@
-"""Complex numbers, which programs compute as pairs of real ones, and Fourier transforms."""
+"""Complex numbers, which programs represent as pairs of real numbers, and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 
 class Rotary(nn.Module):
-    """Queries after a projection, rotated by complex numbers as in Llama's own code."""
+    """A projection to queries, and a rotation by complex numbers, as in Meta's code of Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Rotary(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """Terms of every kind of transform, and arithmetic on them."""
+    """Every kind of Fourier transform, and arithmetic on the results."""
 
     def forward(self, x: Any) -> Any:
         a = torch.fft.rfft(x, norm="ortho")

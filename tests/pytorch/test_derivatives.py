@@ -1,4 +1,4 @@
-"""Layers that repeat are differentiated once: tests gradients against torch, and the number of traced layers."""
+"""Equal layers are differentiated once: gradients are compared with torch, and traced layers are counted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_two(module: Stack) -> None:
     module.both = True
 
 
-# change to 5 layers -> number of traced ones: the first layer computes no gradient of its input
+# For each change to 5 layers: the number of traced layers. The first layer computes no gradient of its input.
 CASES: dict[Callable[[Stack], None], int] = {lambda module: None: 2, frozen: 3, tied: 2, of_two: 2}
 
 
@@ -83,5 +83,5 @@ def test_each_layer_draws_its_own_numbers() -> None:
         layer.dropout.p = 0.5
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=True)
     calls = [line for line in compiled.program.fusion_ir.splitlines() if "= call @layer" in line]
-    drawn = {line.rpartition(", ")[2] for line in calls}  # the last argument is the seed
+    drawn = {line.rpartition(", ")[2] for line in calls}  # the last argument of a call is the seed
     assert len(drawn) == len(calls) == len(module.layers)

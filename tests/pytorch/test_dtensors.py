@@ -1,4 +1,4 @@
-"""DTensors as inputs of programs and of compiled modules."""
+"""Programs and compiled modules whose inputs are DTensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X, W = torch.randn(4, 6), torch.randn(6, 8)
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """One process of a larger world, which sends nothing."""
+    """Mesh of a fake world of several processes, of which this process is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
@@ -57,7 +57,7 @@ def blocks(rank: int) -> tuple[Any, Any]:
 
 
 def test_of_a_program(mesh: Any) -> None:
-    """DTensors on a mesh of all axes, and on a mesh of only the axes that shard something."""
+    """DTensors on a mesh with all axes of the program, and on a mesh with only the axes that shard a tensor."""
 
     def call(rank: int) -> Any:
         x, w = blocks(rank)
@@ -107,7 +107,7 @@ def test_another_placement(mesh: Any, placements: tuple[Any, ...], found: str) -
 
 
 def test_zigzag(mesh: Any) -> None:
-    """A sharding that no placement expresses."""
+    """A zigzag sharding cannot be written as DTensor placements."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@zigzag(dp)", 3])
     def negated(x: hw.Tensor) -> hw.Tensor:
@@ -151,7 +151,7 @@ def prepared(mesh: Any, **options: Any) -> Any:
 
 
 def test_fully_shard_states_all_shardings(mesh: Any) -> None:
-    """A weight that both axes shard along one dim is sharded by tp first. Rows come from both ranks of dp."""
+    """If both axes shard one dim of a weight, tp is the outer axis. The module takes the rows of both ranks of dp."""
     model = hostweave.torch.compile(prepared(mesh), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True)
     (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
     for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):
@@ -160,7 +160,7 @@ def test_fully_shard_states_all_shardings(mesh: Any) -> None:
 
 
 def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
-    """Weights are of 32 bits and cast in the program; arguments are cast if the policy requires it."""
+    """Weights are f32, and the program casts them. Arguments are cast if the policy requires it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = hostweave.torch.compile(
         prepared(mesh, mp_policy=policy), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True

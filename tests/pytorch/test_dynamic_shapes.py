@@ -1,4 +1,4 @@
-"""Models of transformers with a dynamic batch and sequence, compiled once, at many sizes against torch."""
+"""Models of transformers with dynamic batch and sequence, compiled once, compared with torch at many sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def codegen() -> Model:
 
 
 def mamba() -> Model:
-    """Mamba's scan has as many steps as the largest sequence needs."""
+    """A Mamba model. Its scan has the number of steps that the longest sequence needs."""
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
     return transformers.MambaForCausalLM(config).eval(), {"input_ids": tokens()}
 
@@ -75,7 +75,7 @@ def test_at_many_sizes(name: str, ranks: int, splits_sequence: bool) -> None:
     plan = dict(PLANS[name]) if ranks > 1 else {}
     plan |= {"layers.*": "-, tp, -"} if splits_sequence else {}
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs, dynamic_shapes=shapes)
-    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # each rank has the same number
+    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # so that shards are even
     for batch, sequence in sizes if name != "vit" else sizes[::4]:
         arguments = given(name, batch, sequence)
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Mixtures of experts of transformers, with their default implementation, `grouped_mm`: inference and training, compared with eager."""
+"""Mixtures of experts of transformers, with the default implementation `grouped_mm`: inference and training, compared with eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def plan_of(module: Any, kind: str, ranks: int) -> dict[str, str]:
         return {}
     held = [path for path, _ in module.named_parameters()]
     plan = {entry: axes for entry, axes in {**PLANS[kind], **OTHERS}.items() if any(path.endswith(entry) for path in held)}
-    if isinstance(module, transformers.GptOssForCausalLM) and kind == "tensors":  # its weights are transposed
+    if isinstance(module, transformers.GptOssForCausalLM) and kind == "tensors":  # the weights of this model are transposed
         plan |= {"experts.gate_up_proj": "-, -, tp", "experts.down_proj": "-, tp, -"}
     return plan
 
@@ -74,7 +75,7 @@ def test_inference(name: str, kind: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("name", "kind", "ranks"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_training(name: str, kind: str, ranks: int) -> None:
-    """Loss and all gradients of a step."""
+    """Compares the loss and all gradients of a step."""
     module, other = model_of(name).train(), model_of(name).train()
     ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -1,4 +1,4 @@
-"""8-bit floats in modules: torch._scaled_mm, and linears computed in 8-bit floats, forward and backward."""
+"""8-bit floats in modules: torch._scaled_mm, and linear layers that are computed in 8-bit floats, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 class Scaled(nn.Module):
-    """A linear with quantised weights, written with torch's functions."""
+    """A linear layer with quantised weights, written with functions of torch."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -77,7 +77,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 )
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_linears_and_their_gradients(scaling: str, mesh: hw.Mesh, plan: dict[str, str]) -> None:
-    """Values have 4 significant bits, gradients 3: an error of 2.6% or 5.2% for each factor, and of two linears."""
+    """Values have 4 significant bits, and gradients 3. Each factor of a product has an error of 2.6% or 5.2%, in two linear layers."""
     torch.manual_seed(0)
     module, x = MLP(), torch.randn(4, 64, 128, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, mesh, plan, (x,), fp8=scaling, training=True)
@@ -89,7 +89,7 @@ def test_linears_and_their_gradients(scaling: str, mesh: hw.Mesh, plan: dict[str
         results += [y.detach(), *(parameter.grad for parameter in module.parameters())]
     errors = [distance(got, want) for got, want in zip(found, wanted, strict=True)]
     assert all(0.005 < error < 0.1 for error in errors[:3]), errors
-    assert errors[3] < 0.1  # the gradient of a bias, from a result of 8 bits
+    assert errors[3] < 0.1  # the gradient of a bias is computed from an 8-bit gradient
 
 
 def test_only_what_is_named() -> None:
@@ -117,7 +117,7 @@ def test_mistakes() -> None:
 
 
 class Quantised(nn.Module):
-    """Linears from transformers' two loaders of FP8 checkpoints, with weights quantised like in the checkpoints."""
+    """Linear layers of transformers' two loaders of FP8 checkpoints, with weights that are quantised as in such checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ class Quantised(nn.Module):
         self.down.weight_scale = nn.Parameter(rows.abs().amax(1, keepdim=True) / 448)
         self.down.weight = nn.Parameter((rows / self.down.weight_scale.detach()).to(torch.float8_e4m3fn), requires_grad=False)
         self.down.bias = nn.Parameter(torch.randn(128))
-        self.down.input_scale_ub.fill_(2.0)  # less than the largest magnitudes
+        self.down.input_scale_ub.fill_(2.0)  # smaller than the largest activations, so that some are clamped
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)) / 16)
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
-        """Products of dequantised 8-bit floats, in float32, with results of 16 bits."""
+        """Products of dequantised 8-bit floats in float32, rounded to 16 bits."""
         hidden = self.of(x, self.up.weight.float().view(4, 128, 2, 128) * self.up.weight_scale_inv[:, None, :, None], 128)
         hidden = torch.relu(hidden) / 16
         return self.of(hidden, self.down.weight.float() * self.down.weight_scale, 512, 2.0) + self.down.bias.to(x.dtype)
@@ -162,7 +162,7 @@ QUANTISED_PLAN = {
 @pytest.mark.extra
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_of_checkpoints(ranks: int) -> None:
-    """Modules for transformers' finegrained_fp8 and fbgemm_fp8 compile unchanged, without its kernels."""
+    """Modules of transformers' finegrained_fp8 and fbgemm_fp8 compile unchanged, and do not use its kernels."""
     torch.manual_seed(0)
     module, x = Quantised().eval(), torch.randn(3, 16, 256, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), QUANTISED_PLAN if ranks > 1 else {}, (x,))
@@ -189,7 +189,7 @@ class Squares(MLP):
 
 
 def test_steps_stay_near_those_of_bf16() -> None:
-    """Two linears, 10 steps from each of 3 seeds: the loss is within 2%."""
+    """Trains two linear layers for 10 steps from each of 3 seeds. The loss is within 2% of that in bf16."""
     losses = []
     for fp8 in (None, "row"):
         module = Squares()
@@ -211,8 +211,8 @@ def test_steps_stay_near_those_of_bf16() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_training_stays_near_that_of_bf16(scaling: str) -> None:
-    """A Llama of 4 layers, 50 steps from each of 3 seeds: every loss is within 1% of bf16's. The losses of bf16 are within 2% of those of
-    f32."""
+    """Trains a Llama of 4 layers for 50 steps from each of 3 seeds. Every loss is within 1% of that in bf16. The losses of bf16 are within
+    2% of those of f32."""
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,

@@ -1,4 +1,5 @@
-"""`generate` of transformers on compiled programs: tokens are equal to eager's, on 1, 2 and 4 ranks, also if prompts differ in length."""
+"""`generate` of transformers on compiled programs gives the tokens of eager PyTorch, on 1, 2 and 4 ranks, also if prompts differ in
+length."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ OF_ALL = {
     "pad_token_id": 0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", {"num_hidden_layers": 12}),  # torch.export once named the tensors of ten layers and more wrongly
+    "Llama": ("LlamaConfig", {"num_hidden_layers": 12}),  # a former defect: torch.export named the tensors of ten or more layers wrongly
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
     "Gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
     "Mistral": ("MistralConfig", {"sliding_window": 8}),
@@ -73,7 +74,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
         given = prompts(length) if name != "Mamba2" else {"inputs": torch.randint(3, VOCABULARY, (2, 7))}
         settings = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
         assert torch.equal(model.generate(**given, **settings), module.generate(**given, **settings))
-    assert len(model.generation.programs) == 2  # one for prompts of both lengths, and one for tokens
+    assert len(model.generation.programs) == 2  # one for prompts of both lengths, and one for single tokens
     if name == "Llama":
         decode = model.generation.programs[1].program
         assert "dynamic_update_slice" in decode.fusion_ir
@@ -81,8 +82,8 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 
 def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its heads of the cache, and replays a graph for each token. Samples are equal to torch's samples for the same
-    logits."""
+    """Each rank has some heads of the cache, and launches a graph for each token. For the same logits, the same tokens are sampled as by
+    torch."""
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama", num_hidden_layers=2)
@@ -95,9 +96,9 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
         hw.init(threads)
         return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
 
-    for got in threads.run(rank_main):  # comes first, so that programs are compiled for the blocks of a cache that a rank has
+    for got in threads.run(rank_main):  # runs first, so that programs are compiled for a rank's blocks of a cache
         assert torch.equal(got.sequences, wanted)
-    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # all tokens but the prompt's, and that of the call that is captured
+    assert len(replays) == 2 * (wanted.shape[1] - ids.shape[1] - 2)  # not the first two tokens
     settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
     torch.manual_seed(1)
     drawn = model.generate(ids, **settings)
@@ -106,8 +107,7 @@ def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graphs_of_tokens() -> None:
-    """All tokens launch one graph, including tokens after later prompts. The contents of a cache that the caller still holds do not
-    change."""
+    """The same graph is launched for all tokens, also after later prompts. A cache that the caller has a reference to does not change."""
     module = model_of("Llama", num_hidden_layers=2)
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
@@ -120,9 +120,9 @@ def test_graphs_of_tokens() -> None:
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            both.wait()  # a collection during another one collects nothing
+            both.wait()  # because a garbage collection during another one does nothing
             if rank == 0:
-                gc.collect()  # the compilation saw the cache
+                gc.collect()  # the compilation has references to the cache
             both.wait()
         assert graphs[0] is graphs[1]
         more = model.generate(first, **settings)
@@ -142,7 +142,7 @@ def test_graphs_of_tokens() -> None:
 
 
 def test_caches_of_the_user() -> None:
-    """A cache may be passed. Tokens are appended to it as by the module."""
+    """If a cache is passed, tokens are appended to it, as by the module."""
     module = model_of("Llama", num_hidden_layers=2)
     ids = torch.randint(3, VOCABULARY, (1, 6))
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})

@@ -1,4 +1,4 @@
-"""Models of transformers, compiled by `hostweave.torch.compile`, against torch on one device."""
+"""Models of transformers, compiled by `hostweave.torch.compile`, compared with torch on one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """One model for all tests."""
+    """Returns the model that all tests use."""
     torch.manual_seed(1)
     return MODELS[name]()
 
@@ -86,7 +86,7 @@ def test_logits_on_gpus(name: str, dtype: str, ranks: int) -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLANS[name] if ranks > 1 else {}, inputs)
     with torch.no_grad():
         got, want = compiled(**inputs).logits, module(**inputs).logits
-    allowed = 1e-5 if dtype == "float32" else 0.02  # for bf16, some roundoffs of the largest logit
+    allowed = 1e-5 if dtype == "float32" else 0.02  # for bf16 a few roundoffs of the largest logit
     torch.testing.assert_close(got, want, rtol=0, atol=allowed * float(want.abs().max()) + 1e-6)
 
 
@@ -104,7 +104,7 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_parameters_are_read_where_they_lie(plan: str) -> None:
-    """Blocks of columns are copies, which are renewed after writes to the parameter."""
+    """Parameters are read in place. Blocks of columns are copied, and copied again after a write to the parameter."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +141,7 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
 
 
 class Centred(nn.Module):
-    """The program contains values computed from its tensors, not the tensors."""
+    """The program contains values that are computed from tensors of the module, but not these tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,8 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_constants_have_names_of_their_lines(training: bool) -> None:
-    """A line's name is used if hostweave accepts it, otherwise torch's name. A view has the name of its tensor."""
+    """A constant has the variable name of its line if that is a valid name, and otherwise torch's name. A view has the name of its
+    tensor."""
     module, x = Named().train(training), torch.randn(2, 8, requires_grad=training)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
     torch.testing.assert_close(compiled(x), module(x))
@@ -253,7 +254,8 @@ def test_ranks_of_a_group_call_it() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_calls_are_captured(plan: str) -> None:
-    """`capture` works next to calls and sees writes to parameters. With `graph="auto"` repeated arrays cause a capture."""
+    """Graphs of `capture` can alternate with calls, and use new values of parameters. With `graph="auto"` a call with the same arrays is
+    captured."""
     module, arrays, weights = nn.Linear(8, 4).eval(), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
     of = hw.Mesh(tp=2), {"weight": plan}, (arrays[0],)
     model, by_itself = (hostweave.torch.compile(module, *of, options=hw.Options(graph=graph)) for graph in (None, "auto"))
@@ -283,7 +285,7 @@ def test_calls_are_captured(plan: str) -> None:
 
 @pytest.mark.gpu
 def test_what_was_written_is_copied_on_the_stream_of_the_launch() -> None:
-    """A transposed weight is written and copied on a second stream, while the first one is still busy."""
+    """A transposed weight is written and copied on a second stream, while the first stream is still busy."""
     group = hw.init()
     module = nn.Linear(64, 64, bias=False, device="cuda").eval()
     module.weight = nn.Parameter(torch.randn(64, 64, device="cuda").t(), requires_grad=False)
@@ -302,7 +304,7 @@ def test_what_was_written_is_copied_on_the_stream_of_the_launch() -> None:
 
 
 class Pooled(nn.Module):
-    """A bag of words, with a mask of integers."""
+    """A bag-of-words model with a mask of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +316,7 @@ class Pooled(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Blocks whose parts have no names, results of several dtypes, and a part without elements."""
+    """Residual blocks without names, results of several dtypes, and an empty slice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Composed factorisations, run eagerly, against torch's, for matrices of several sizes."""
+"""Matrix factorisations that are composed of other ops, run eagerly, compared with torch's for several sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a whole step of training, by the plans of the programs' arenas."""
+"""Memory of a training step that is one program, according to the plan of its arena."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostweave.host_ir.ir import Parameter  # noqa: E402
 
 
 def peak(program: hw.Program) -> int:
-    """Bytes of the arena without the workspace of matmuls, which each program has."""
+    """Bytes of the arena, without the workspace of matmuls, which every program has."""
     plan = memory_plan(program.host, program.host.depths())
     return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
 
@@ -30,7 +30,7 @@ def size(parameters: list[Parameter]) -> int:
 
 @pytest.mark.slow  # three programs of a model
 def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state() -> None:
-    """A layer saves no more in a step than in a forward pass: the derivative recomputes the rest."""
+    """In a step, a layer saves no more values than in a separate forward pass, because the backward pass recomputes the rest."""
     module, inputs, plan = training_model("llama", 1)
     mesh = hw.Mesh(tp=1)
     step = hostweave.torch.compile(module, mesh, plan, inputs, optimizer=torch.optim.AdamW(module.parameters()))

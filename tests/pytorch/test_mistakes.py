@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile`, and their messages: place, reason, remedy."""
+"""Mistakes of users of `hostweave.torch.compile`, and the messages, which have location, reason and remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Written(nn.Module):
-    """A module that computes a function."""
+    """A module whose forward is a given function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

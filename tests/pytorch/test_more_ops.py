@@ -1,4 +1,4 @@
-"""Ops beyond those of transformers' models, against torch: results, and gradients of parameters, on 1 and 2 ranks."""
+"""Ops that transformers' models do not use: results, and gradients of parameters, compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])
 
 
 class Then(nn.Module):
-    """A function of a linear layer's result."""
+    """A linear layer, followed by a function."""
 
     def __init__(self, function: Callable[[Any], Any], out: int = DIM):
         super().__init__()
@@ -113,7 +113,8 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules, each with a separate input and result. One program for all compiles in a tenth of the time of separate programs."""
+    """Several modules with separate inputs and results. One program of all of them compiles in a tenth of the time of separate
+    programs."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
@@ -124,7 +125,7 @@ class Each(nn.Module):
 
 
 def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], ranks: Sequence[int], plan: dict[str, str]) -> None:
-    """Compares results of each module, and gradients of its parameters, with torch's."""
+    """Compares the result of each module, and the gradients of its parameters, with torch's."""
     want = Each(list(modules.values()))
     own = copy.deepcopy(want)
     wanted = want(*inputs)
@@ -175,7 +176,7 @@ def test_convolutions(names: list[str]) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Rounding with the gradient of a product."""
+    """Rounding whose gradient is that of a product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +211,7 @@ def matrices(y: Any) -> Any:
 
 
 def decayed(y: Any) -> Any:
-    """A sum in which each step scales the sum so far, as in state space models."""
+    """A recurrence in which each step scales the previous sum, as in state-space models."""
 
     def joined(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]
@@ -330,7 +331,7 @@ def test_a_parameter_is_returned() -> None:
 
 
 def test_hooks_of_the_first_call_stay() -> None:
-    """Models of transformers record hidden states with such hooks."""
+    """Hooks that the first call registers are kept. Models of transformers record hidden states with such hooks."""
     module, x = Then(F.relu), torch.ones(ROWS, DIM)
     plain = module.forward
 
@@ -345,7 +346,7 @@ def test_hooks_of_the_first_call_stay() -> None:
 
 
 def test_layers_keep_the_shardings_of_data() -> None:
-    """Each rank computes its own rows, forward and backward, in functions of layers, too."""
+    """Each rank computes only its rows, forward and backward, also in functions of layers."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -367,7 +368,7 @@ def test_layers_keep_the_shardings_of_data() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_to_one_head_of_keys(ranks: int) -> None:
-    """Falcon and MPT have one head of keys and values for all queries."""
+    """Attention with one head of keys and values for all heads of queries, as in Falcon and MPT."""
 
     class OneHead(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -380,7 +381,7 @@ def test_attention_to_one_head_of_keys(ranks: int) -> None:
 
 @pytest.mark.extra
 def test_gradients_of_sampled_images() -> None:
-    """The derivative of grid_sample: of the image, and of the positions that are read, some of which are outside of it."""
+    """Gradients of grid_sample with respect to the image and to the positions, some of which are outside of the image."""
 
     class Sampled(nn.Module):
         def forward(self, image: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -397,7 +398,7 @@ def test_gradients_of_sampled_images() -> None:
 
 @pytest.mark.extra
 def test_repeats_by_a_size_of_the_call() -> None:
-    """Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
+    """Repeats whose count is a dynamic size: Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
 
     class Repeated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Of(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Two results of one checkpoint."""
+    """A module in which one checkpoint has two results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ IN_ROWS: dict[str, tuple[Callable[[Any], Any], torch.Tensor]] = {
 
 
 class Several(nn.Module):
-    """Functions with separate arguments, in one program."""
+    """Several functions with separate arguments, in one program."""
 
     def __init__(self, functions: list[Callable[[Any], Any]]):
         super().__init__()

@@ -1,7 +1,7 @@
-"""torch's own op database, op_db, against eager: each entry has torch's result, or is on the docs' page of refused entries.
+"""Entries of torch's op database, op_db: each gives torch's result, or is on the documentation's page of refused entries.
 
-A sixth of the batches runs by default, on 2 ranks, with `-m slow` the rest, also on 1 and 4 ranks.
-`python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
+By default a sixth of the batches runs, on 2 ranks. With `-m slow` the others run, also on 1 and 4 ranks. `python -m pytest
+tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ KINDS = {
     "int64, forward": torch.int64,
     "bool, forward": torch.bool,
 }
-ON_PAGE = [kind for kind in KINDS if f"\n## {kind}\n" in PAGE.read_text()]  # the kinds that were measured
+ON_PAGE = [kind for kind in KINDS if f"\n## {kind}\n" in PAGE.read_text()]  # kinds that the page has
 CASES = [
     pytest.param(number, ranks, marks=() if ranks == 2 and number % 6 == 0 else pytest.mark.slow)
     for number in range(BATCHES)
     for ranks in (1, 2, 4)
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about its own samples
-GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # the gradient of elements that are replaced is not 0
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about some of its samples
+GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of elements that are replaced is not 0
 
 
 def refused_entries(kind: str) -> set[str]:
-    """The entries of one kind on the page. Ops that are refused in float32 are refused in other dtypes, too."""
+    """Refused entries of one kind on the page, including those that are refused in float32."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -51,7 +51,7 @@ def refused_entries(kind: str) -> set[str]:
 
 
 def plan_of(given: list[Any], ranks: int) -> dict[str, str]:
-    """The first dim that has an element for each rank is sharded."""
+    """Plan that shards the first dim with at least one element per rank."""
     found = {}
     for number, one in enumerate(given):
         dim = next((dim for dim, size in enumerate(one.shape) if size >= ranks), None)
@@ -78,7 +78,7 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if results in bf16 are nearer to the float32 results than torch's bf16 results are. In some ops torch rounds more often."""
+    """True if results in bf16 are closer to the float32 results than torch's results in bf16. Torch rounds more often in some ops."""
     errors = [[float((one - right).abs().max()) for one, right in zip(of, exact, strict=True)] for of in (mine, theirs)]
     return all(a <= b for a, b in zip(*errors, strict=True))
 
@@ -130,7 +130,7 @@ def test_entries_of_other_kinds(number: int, kind: str) -> None:
 
 
 def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
-    """The entries that are refused, with the reasons. If a batch is refused, its halves are tried separately.
+    """Refused entries of a batch, with the reasons. If a batch is refused, its two halves are tried separately.
 
     A product is added to each batch, because some entries only return their arguments.
     """
@@ -149,7 +149,7 @@ def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_page(request: pytest.FixtureRequest) -> None:
-    """States the number of entries of each kind, and the refused entries. The regenerated page has all kinds."""
+    """The page has the number of entries of each kind, and the refused entries."""
     text, known, renews = "", set[str](), request.config.getoption("--update-golden")
     for kind in KINDS if renews else ON_PAGE:
         dtype = KINDS[kind]

@@ -1,4 +1,4 @@
-"""Whole steps with optimizers of torch and of users, against the same steps by torch alone."""
+"""Training steps that are one program, with optimizers of torch and of users, compared with the same steps in torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Make = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, written as users do: it updates `.data`, and its step is an int. Chen et al., 2023, arXiv:2302.06675."""
+    """Lion (Chen et al., 2023, arXiv:2302.06675), as users write it: it updates `.data`, and counts steps by an int."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-        self.start = torch.zeros_like  # an attribute that no checkpoint has
+        self.start = torch.zeros_like  # an attribute that is not in checkpoints
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -82,7 +82,7 @@ def compiled(module: nn.Module, optimizer: Any, ranks: int = 2, **options: Any) 
 
 
 def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any = None, calls: int = 1, **options: Any) -> Any:
-    """Six steps, whose losses, parameters and states are equal to torch's."""
+    """Compares losses, parameters and states of six steps with torch's."""
     torch.manual_seed(0)
     module = Mlp(bias="Muon" not in type(make([nn.Parameter(torch.ones(2, 2))])).__name__)
     want = copy.deepcopy(module)
@@ -108,7 +108,7 @@ def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any 
         assert list(states[0]) == [key for key, value in states[1].items() if value is not None]
         for key, value in states[0].items():
             torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(states[1][key]), rtol=10 * tolerance, atol=tolerance)
-    theirs.load_state_dict(mine.state_dict())  # torch takes over where the program ended
+    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended
     theirs.step()
     return step
 
@@ -123,7 +123,7 @@ def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
 
 
 def test_options_that_schedules_change() -> None:
-    """A rate that begins at 0, and betas: neither is compiled in."""
+    """The learning rate, which starts at 0, and betas may change, because they are not constants of the program."""
     expect_steps(OF_TORCH["nesterov"], 2, schedule=lambda one: LambdaLR(one, lambda at: at / 3))
     expect_steps(OF_TORCH["adam"], 2, schedule=lambda one: OneCycleLR(one, 0.1, total_steps=9))
 
@@ -136,7 +136,7 @@ def test_clipped_and_accumulated() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: Any) -> None:
-    """State has the dtype that torch gives it; 16-bit parameters are updated with one rounding."""
+    """The state has the same dtype as in torch. 16-bit parameters are rounded once per update."""
     torch.manual_seed(0)
     module = Mlp().to(dtype)
     want, x = copy.deepcopy(module), torch.randn(4, 8, dtype=dtype)
@@ -156,7 +156,7 @@ def test_other_dtypes(dtype: Any) -> None:
 
 
 def test_mixed_precision() -> None:
-    """Weights and moments of 32 bits, and matmuls of 16 bits, as in torch.autocast."""
+    """Weights and moments are f32, and matmuls are 16-bit, as in torch.autocast."""
     torch.manual_seed(0)
     module = Mlp()
     want = copy.deepcopy(module)
@@ -189,7 +189,7 @@ def test_lines_of_an_update_are_those_of_the_optimizer(name: str, line: str) -> 
     ids=["plain", "clipped"],
 )
 def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
-    """Steps with gradients that are not finite change nothing, not even the first step. The scale goes up and down like torch's."""
+    """A step whose gradients are not finite changes nothing, even if it is the first step. The scale changes as in torch."""
     torch.manual_seed(0)
     module = Mlp()
     want, calls = copy.deepcopy(module), options.get("accumulate", 1)
@@ -213,13 +213,13 @@ def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
         for one, other in zip(module.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(dict(optimizers[0].state[one]), dict(optimizers[1].state[other]), rtol=1e-3, atol=1e-5)
-    assert scalers[0].get_scale() == 2.0**14  # down twice, up twice
+    assert scalers[0].get_scale() == 2.0**14  # two steps were skipped, and the scale has grown twice
     with pytest.raises(ProgramError, match=r"scaler: 2\.0 is not a torch\.amp\.GradScaler; pass one, or omit scaler="):
         compiled(module, optimizers[0], ranks, scaler=2.0)
 
 
 def test_state_from_before() -> None:
-    """A step that begins where torch ended, of an optimizer whose first step is another computation."""
+    """A compiled step continues from torch's state, for an optimizer whose first step is a different computation."""
     torch.manual_seed(0)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
@@ -291,7 +291,7 @@ def test_what_changes_after_compile() -> None:
 
 
 def test_a_step_that_becomes_another() -> None:
-    """RAdam has another formula from its sixth step on."""
+    """From its sixth step on, RAdam uses a different formula, so the call raises."""
     module = Mlp()
     optimizer = torch.optim.RAdam(module.parameters())
     step, x = compiled(module, optimizer), torch.randn(4, 8)

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder, and a decoder that attends to all that it makes; the embedding is the classifier, too."""
+    """An encoder, and a decoder that attends to the encoder's result. The embedding is also the weight of the classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Translator(nn.Module):
 
 
 class Patches(nn.Module):
-    """A ViT that scales the result of each branch, and uses the mean of all patches in place of a class token."""
+    """A ViT that scales the result of each branch, and uses the mean of all patches instead of a class token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Mix(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Tolstikhin et al., "MLP-Mixer", 2021, with each layer under torch.utils.checkpoint."""
+    """MLP-Mixer (Tolstikhin et al., 2021), with each layer under torch.utils.checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The gradient uses the dropout mask of the forward pass: it predicts how the loss with the same mask changes."""
+    """The gradient uses the dropout mask of the forward pass, so it predicts how the loss changes if the same mask is used again."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]
     module, inputs = make().double().train(), draw()

@@ -1,4 +1,5 @@
-"""Models that are cut into stages, compiled as pipelines: loss and gradients against torch on one device, and the order of stages."""
+"""Models that are split into stages and compiled as pipelines: loss and gradients compared with torch on one device, and order of
+stages."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The last stage takes a result of the first one, which the stages between do not take."""
+    """A model whose last stage takes a result of the first stage that the other stages do not take."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def expect_gradients(module: Any, want: Any) -> None:
 
 
 def chain(stages: int, schedule: str, ranks: int) -> tuple[Any, Any, Any, tuple[Any, Any]]:
-    """The modules, a copy of them, the compiled pipeline and its arguments."""
+    """Returns the modules, a copy of them, the compiled pipeline, and its arguments."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(stages)))
     given = torch.randn(2 * BATCHES, WIDTH), torch.randn(2 * BATCHES, WIDTH)
@@ -65,7 +66,7 @@ def chain(stages: int, schedule: str, ranks: int) -> tuple[Any, Any, Any, tuple[
 
 def expect_chain(stages: int, schedule: str, ranks: int) -> None:
     model, want, step, (x, target) = chain(stages, schedule, ranks)
-    for _ in range(2):  # gradients are added to those that are there
+    for _ in range(2):  # gradients accumulate
         wanted = nn.functional.mse_loss(want(x), target)
         wanted.backward()
         torch.testing.assert_close(step(x, target), wanted.detach())
@@ -136,12 +137,12 @@ def test_ranks_of_a_group_have_what_their_stages_have() -> None:
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda of: torch.optim.AdamW(of, lr=1e-2, eps=1e-3),
-    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # its state has no number of steps
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # its state does not count steps
 }
 
 
 def expect_steps(name: str, schedule: str, mesh: hw.Mesh, clip: float | None, in_threads: bool) -> None:
-    """Steps of the optimizer in a pipeline, whose losses, norms, parameters and states equal torch's."""
+    """Compares losses, norms, parameters and states of optimizer steps in a pipeline with torch's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(2)))
     want, loss = copy.deepcopy(model), nn.functional.mse_loss
@@ -212,7 +213,7 @@ def test_order_of_1f1b() -> None:
 
 
 def test_order_of_zero_bubble() -> None:
-    """The second place computes gradients of parameters one micro-batch later."""
+    """The ranks of the second stage compute gradients of parameters one micro-batch later."""
     assert by_place(schedule_of("zero_bubble", 2, 2, 3), 2) == [
         "f0.0 f0.1 i0.0 w0.0 f0.2 i0.1 w0.1 i0.2 w0.2",
         "f1.0 i1.0 f1.1 i1.1 w1.0 f1.2 i1.2 w1.1 w1.2",

@@ -1,6 +1,7 @@
-"""Random modules of layers, compiled with `training=True`: results and gradients against torch on one device.
+"""Random modules of layers, compiled with `training=True`: results and gradients compared with torch on one device.
 
-Layers of a module are equal and share masks and arguments; modules differ in norms, parts, residuals, tied parameters and plans.
+All layers of a module are equal, and have the same masks and arguments. Modules differ in norms, parts of layers, residuals, tied
+parameters and plans.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PARTS = ("attention", "attention", "mlp", "mlp", "gated", "argument", "mean", "n
 
 @dataclass
 class Recipe:
-    """Choices that all layers of a module share."""
+    """Random choices that apply to all layers of a module."""
 
     norms: list[type[nn.Module]]
     parts: list[str]
@@ -163,7 +164,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
     assert unrolled_ir(compiled.program).count("call @layer") == count
 
     whole = Loss(copy.deepcopy(module))
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # small gradients move little
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # for small changes
     given = x.detach(), keep, argument.detach()
     step = hostweave.torch.compile(whole, hw.Mesh(tp=ranks), plan, given, optimizer=optimizers[0])
     loss = module(*given).square().mean()

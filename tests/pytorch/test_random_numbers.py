@@ -1,4 +1,4 @@
-"""Modules that draw random numbers: repeatable by the seed, new in each call, the same on every mesh, and of torch's distributions."""
+"""Random numbers in modules: the seed reproduces them, each call has new ones, all meshes give the same, and distributions are torch's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compiled(draw: Callable[..., Any], ranks: int = 2, x: Any = X) -> Any:
     return hostweave.torch.compile(Drawing(draw).train(), hw.Mesh(tp=ranks), plan, (x,))
 
 
-# a function of x, then the mean, the standard deviation, the least and the greatest possible value of its results
+# A function of x, and the mean, the standard deviation, the smallest and the largest possible value of its results.
 DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "rand": (lambda x: torch.rand(64, 96) + 0 * x, 0.5, 12**-0.5, 0, 1),
     "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float64), 0.5, 12**-0.5, 0, 1),
@@ -85,7 +85,7 @@ def test_numbers_are_the_same_on_every_mesh_and_differ_between_ops() -> None:
 
 
 def test_attention_drops_weights() -> None:
-    """The mean over many heads is that of attention without dropout."""
+    """The mean over many heads equals attention without dropout."""
     q = torch.randn(1, 512, 4, 4, generator=torch.Generator().manual_seed(0))
     model = compiled(
         lambda q: F.scaled_dot_product_attention(q[:, :1].expand_as(q), q[:, :1].expand_as(q), q[:, :1].expand_as(q), dropout_p=0.25), 1, q

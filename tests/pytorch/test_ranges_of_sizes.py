@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes: calls overlap if that is faster. Otherwise they are sequential, as they are while a program is compiled."""
+"""Programs for ranges of sizes: calls use a program with overlap if it is predicted to be faster, and once it is compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hostweave.torch.ranges import Ranges  # noqa: E402
 from hostweave.types.machine import H200  # noqa: E402
 
 LINKS = tuple(replace(link, points=tuple((size, 1000 * seconds) for size, seconds in link.points)) for link in H200.links)
-SLOW = replace(H200, flops=1e11, links=LINKS)  # transfers and products of few elements take long
+SLOW = replace(H200, flops=1e11, links=LINKS)  # transfers and products of few elements take long on this machine
 
 
 class Mlp(nn.Module):
@@ -55,8 +55,8 @@ def test_calls_of_two_ranges() -> None:
 
 
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
-    """For each rank and call, True if a part for the call's sizes runs. A rank has compiled the part once its event is set, at the latest
-    in its third call."""
+    """For each rank and call, True if a program for the call's range runs. A rank has compiled this program once its event is set, at the
+    latest in its third call."""
     graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
     threads = hw.Threads(2)
 
@@ -81,7 +81,8 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
 
 def test_ranks_change_at_the_same_call() -> None:
-    """One rank compiles at once, the other one until its fourth call, before which ranks meet."""
+    """All ranks start to use the program at the same call. One rank has compiled it at once, the other at its fourth call, before which
+    ranks synchronize."""
     ready = [threading.Event(), threading.Event()]
     ready[0].set()
     assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2

@@ -26,7 +26,7 @@ PLAN = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
 
 @torch.library.custom_op("regions::turned", mutates_args=())  # type: ignore[untyped-decorator]
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """An op that no program has."""
+    """An op that is not supported."""
     return torch.from_numpy(x.numpy()[::-1].copy())
 
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, with code of the user between the first and the second one."""
+    """Layers, with other code between the first and the second layer."""
 
     def __init__(self, between: Callable[[Any], Any] = lambda x: x) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def gradients(model: Any, x: Any, module: Any) -> list[torch.Tensor]:
 
 @pytest.mark.extra
 def test_backend_on_one_rank() -> None:
-    """The backend is found by its name. Layers that repeat are one function, and parameters keep their names."""
+    """torch.compile finds the backend by its name. Equal layers are one function, and parameters keep their names."""
     module = Model().eval()
     backend = Backend()
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_backend_in_training() -> None:
 @pytest.mark.extra
 @pytest.mark.slow
 def test_backend_with_other_sizes() -> None:
-    """The second size has Dynamo make the dim dynamic, and the third runs the same program."""
+    """At the second size Dynamo makes the dim dynamic. The third size runs the same program."""
     module, backend = Model().eval(), Backend()
     model = torch.compile(module, backend=backend)
     with torch.no_grad():
@@ -127,7 +127,7 @@ BREAKS = {
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", ["a missing op", "a branch", pytest.param("a side effect", marks=pytest.mark.slow)])
 def test_a_break(kind: str) -> None:
-    """The regions around it are programs of two ranks. `explain` lists all eager parts."""
+    """The regions before and after a graph break are programs of two ranks. `explain` lists all eager parts."""
     between, told = BREAKS[kind]
     module = Model(between).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False)
@@ -143,7 +143,7 @@ def test_a_break(kind: str) -> None:
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads .grad after a break
 def test_a_break_in_training() -> None:
     module = Model(prints)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False, training=True)
@@ -169,14 +169,14 @@ def test_settings() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """One process of a larger world, which sends nothing."""
+    """Mesh of a fake world of several processes, of which this process is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
 
 
 def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
-    """The module with DTensors of this rank's blocks."""
+    """The module with DTensor parameters that have this rank's blocks."""
     made = Model(module.between)
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
         *words, name = path.split(".")
@@ -192,7 +192,7 @@ def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """Runs ranks as threads. Dynamo traces them one after another."""
+    """Runs ranks as threads. Only one thread at a time uses Dynamo."""
     threads = hw.Threads(2)
 
     def rank_main(rank: int) -> Any:

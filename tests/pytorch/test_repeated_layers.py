@@ -1,4 +1,4 @@
-"""Which layers are traced once: the graph computes the same as the module, and layers with any difference are traced separately."""
+"""Equal layers are traced once, layers with any difference are traced separately, and the graph gives the results of the module."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of(*scales: float, kind: type[nn.Module] = Layer) -> Stack:
 
 
 def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
-    """Result of the exported graph, and how each layer entered it."""
+    """Result of the exported graph, and for each layer if it was traced."""
     with torch.no_grad():
         program, how, _ = exported(module, (X,), {})
         program.graph_module.recompile()
@@ -62,7 +62,8 @@ def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
 
 
 def expect(module: nn.Module, *how: str) -> None:
-    """For each layer, `how` has the number of the equal layer that was traced, or a part of the reason why this layer was traced."""
+    """Compares the result with the module's. For each layer, `how` has the index of the equal layer that was traced instead, or a part of
+    the reason why the layer was traced."""
     y, found = computed(module)
     with torch.no_grad():
         torch.testing.assert_close(y, module(X), rtol=0, atol=0)
@@ -71,7 +72,7 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Equal layers may differ in the values of parameters and buffers, and in their number, which nothing reads."""
+    """Equal layers may differ in the values of parameters and buffers, and in their index, if `forward` does not read it."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 
@@ -100,7 +101,7 @@ class Shared(Layer):
 
 
 class Passing(Layer):
-    """Also returns its argument, and a dict."""
+    """A layer that also returns its argument, and a dict."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.down(self.up(x)), "x": [x, None, 3]}
@@ -184,7 +185,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(hooked, "", "up._forward_hooks differs", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
-    expect(outer, "", "0")  # the traced layer does not include that hook
+    expect(outer, "", "0")  # the traced layer does not have this hook
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
     expect(replaced, "", "up.forward differs")
@@ -198,7 +199,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
 
 
 def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:
-    """The result reports this; sizes that vary are traced layer by layer."""
+    """Layers that were not traced are calls with their parameters, which `traced` reports. With dynamic sizes each layer is traced."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

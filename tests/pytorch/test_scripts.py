@@ -1,4 +1,4 @@
-"""Scripts as users start them: the examples, and one process of torchrun per rank, with gloo on the CPU and with NCCL on GPUs."""
+"""Scripts as users start them: the examples, and one torchrun process per rank, with gloo on the CPU and NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks
 
 
 def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
-    """The lines that a command of Python prints."""
+    """Lines that a Python command prints."""
     if place == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if place == "cpu" else {})

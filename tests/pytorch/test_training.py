@@ -1,4 +1,4 @@
-"""Models of transformers, compiled with `training=True`: losses, gradients and steps of AdamW against torch on one device."""
+"""Models of transformers, compiled with `training=True`: losses, gradients and steps of AdamW, compared with torch on one device."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
     return compiled
 
 
-LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # the models that make all STEPS; the others make one
+LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # models that are trained for all STEPS; others are trained for one step
 
 
 @pytest.mark.parametrize("ranks", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     compiled = expect_training(name, ranks, STEPS if (name, ranks) in LONG else 1)
-    for program in (compiled.program, compiled.backward):  # all layers are one function, and save the same
+    for program in (compiled.program, compiled.backward):  # all layers are one function, and save the same values
         (function,) = re.findall(r"^function @(\w+)", program.fusion_ir, re.MULTILINE)
         assert unrolled_ir(program).count(f"call @{function}(") == MODELS[name]()[0].config.num_hidden_layers
         assert "Gradient addition" not in program.source
@@ -70,7 +70,7 @@ def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
 
 
 class Layers(nn.Module):
-    """Parts that transformers' models lack: dropout, a frozen part, values without gradients, two results."""
+    """A model with features that transformers' models lack: dropout, a frozen part, values without gradients, two results."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
 
 
 def test_a_step_is_one_program() -> None:
-    """Forward, backward and AdamW in place. Two parameter groups have separate learning rates, which a schedule changes."""
+    """Forward pass, backward pass and AdamW are one program that works in place. Two parameter groups have separate learning rates, which
+    a schedule changes."""
     torch.manual_seed(2)
     module = LossOf(Layers().train())
     want, steps = copy.deepcopy(module), []
@@ -142,7 +143,7 @@ def test_a_step_is_one_program() -> None:
             schedule.step()
     for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch takes over where it ended
+    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch continues where the program ended
     assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
@@ -193,7 +194,7 @@ def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
 
 
 def test_ranks_of_a_group_train(layers: Any) -> None:
-    """Each rank calls the module with its part of a batch. A parameter that each rank has whole gets its whole gradient."""
+    """Each rank calls the module with its part of a batch. Replicated parameters get the gradient of the whole batch."""
     compiled, module = layers
     want = gradients(module, module)[1:]
     threads = hw.Threads(2)
@@ -214,7 +215,7 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     module = Layers(0.25).train().double()
     x = X.double()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
-    wanted = [module.up.bias, module.down.weight]  # parameters without a path to the loss that bypasses detached values
+    wanted = [module.up.bias, module.down.weight]  # parameters whose only paths to the loss go through detached values
 
     def loss(seed: int) -> Any:
         torch.manual_seed(seed)

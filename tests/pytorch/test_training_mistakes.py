@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile(training=True)`, and their messages: place, reason, remedy."""
+"""Mistakes of users of `hostweave.torch.compile(training=True)`, and the messages, which have location, reason and remedy."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
 
 
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
-    """Torch casts the dtype to that of the result, and refuses the shape. So does the compiled module."""
+    """Like torch, the compiled module casts a gradient of another dtype to that of the result, and refuses another shape."""
     module = layer._module
     want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
     torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)

@@ -24,7 +24,7 @@ X = torch.randn(8, 16)
 
 
 class Tied(nn.Module):
-    """A parameter that is used twice, and a part under `torch.utils.checkpoint`."""
+    """A module with a parameter that is used twice, and a part under `torch.utils.checkpoint`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def test_tied_parameters_and_checkpoints_inside() -> None:
 
 
 class Masked(nn.Module):
-    """Two attentions, whose masks are arguments: a mask of bools, and a mask that is added to the scores and has a gradient."""
+    """Two attentions whose masks are arguments: a mask of bools, and a mask that is added to the scores and needs a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Masked(nn.Module):
 
 
 def test_a_mask_is_an_operand_of_attention() -> None:
-    """The scores are not in memory, forward or backward. A row without visible columns has a gradient of zeros."""
+    """Scores are not materialised, forward or backward. A row that attends to no column has a gradient of zeros."""
     torch.manual_seed(3)
     module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5, requires_grad=True)
     mask = torch.rand(2, 1, 1, 5) > 0.4
@@ -71,7 +71,7 @@ def test_a_mask_is_an_operand_of_attention() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
-    """Each rank, here a thread, has a module of DTensors with the local tensors that a process of torch.distributed would have."""
+    """Each rank, here a thread, has a module of DTensors with the local tensors of one process of torch.distributed."""
     torch.manual_seed(4)
     want = Loss()
     placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
@@ -125,7 +125,7 @@ def train(call: Any, optimizer: Any) -> None:
 
 
 def test_constants_of_equal_elements_are_no_inputs() -> None:
-    """The gradient of a mean is one number."""
+    """Constants whose elements are all equal, such as the gradient of a mean, are not inputs of the program."""
     module = Loss()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
     assert not compiled._part.graph.bound
@@ -133,7 +133,7 @@ def test_constants_of_equal_elements_are_no_inputs() -> None:
 
 
 class Normed(nn.Module):
-    """Batch norms, whose statistics are buffers, and a buffer in which the module keeps a running average."""
+    """A module with batch norms, whose statistics are buffers, and with a running average in a buffer."""
 
     average: torch.Tensor
 

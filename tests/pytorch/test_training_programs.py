@@ -19,7 +19,7 @@ import hostweave.torch  # noqa: E402
 
 
 class Rotated(nn.Module):
-    """A layer like Llama's, with one head of keys. The tables of rotary embeddings are buffers, whose values may change."""
+    """A layer like Llama's, with one head of keys. Tables of rotary embeddings are buffers, so they are inputs, not constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
 
 
 def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
-    """Both products of a derivative use one gathered value. The rotation, the activation and repeated keys write no intermediate values to
-    memory."""
+    """Both products of a backward pass use one gathered value. The rotation, the activation and repeated keys write no intermediate values
+    to memory."""
     torch.manual_seed(0)
     module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
@@ -65,7 +65,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
     assert sum(name.endswith("_joined") for name in kernels) == 2  # rotary embeddings of queries and keys
     assert not [name for name in kernels if "broadcast" in name]
-    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # with the weight, and for its gradient
+    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # product with the weight, and product for the weight's gradient
 
 
 class Classifier(nn.Module):
@@ -106,7 +106,7 @@ class Stack(nn.Module):
 
 
 def test_layers_of_a_step_are_functions() -> None:
-    """Forward, backward and update of equal layers with other ops between them."""
+    """Forward pass, backward pass and update of equal layers are functions, although other ops are between the layers."""
     torch.manual_seed(3)
     module, x = Stack().train(), torch.randn(8, 16)
     want = copy.deepcopy(module)
@@ -147,7 +147,7 @@ class Residuals(nn.Module):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
-    """Calls of all layers except the last are a loop, also in reverse. Saved values and results are arrays of structs."""
+    """The calls of all layers except the last are a loop, also in reverse order. Saved values and results are arrays of structs."""
     plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
     lines: set[tuple[int, ...]] = set()
     for count in (4, 6):
@@ -187,7 +187,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
-    """Layers take values of the program, not of one another. These are resharded if their shardings differ."""
+    """Layers take values of the program, and not of other layers. Values are resharded if their shardings differ."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}

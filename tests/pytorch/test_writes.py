@@ -1,4 +1,4 @@
-"""Modules that write to their arguments and buffers, which are donated inputs, against torch on 1 and 2 ranks."""
+"""Modules that write to arguments and buffers, which become donated inputs, compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostweave.base.errors import ArgumentError  # noqa: E402
 
 
 class Cache(nn.Module):
-    """Writes the keys of a token to a cache, at a position that a tensor counts."""
+    """Writes the keys of a token to a cache, at a position that is a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_as_torch(name: str, ranks: int) -> None:
     written = [
         [one._version > then for one, then in zip(flat(of), at, strict=True)] for of, at in zip((given, expected), before, strict=True)
     ]
-    assert written[0] == written[1]  # torch sees the writes
+    assert written[0] == written[1]  # torch registers the writes
     if name.startswith("caches"):
         assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # x is sharded after the first layer
         assert "dynamic_update_slice(%keys" in model.program.fusion_ir

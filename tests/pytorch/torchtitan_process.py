@@ -1,7 +1,7 @@
-"""A rank of a transformer prepared like in torchtitan, as a process of torchrun, on GPUs if there are any.
+"""One rank of a transformer that is prepared as in torchtitan. torchrun starts it, on GPUs if there are any.
 
-It prints "trained" if 20 steps equal those of torch. It prints "loaded" if training of a tp 4 checkpoint continues at dp 2 x tp 2 as it
-does at tp 4.
+It prints "trained" if 20 steps equal those of torch. It prints "loaded" if training from a checkpoint of tp 4 gives the same results at dp
+2 x tp 2 as at tp 4.
 
 torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py
 """
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 def prepared(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> Any:  # noqa: B008
-    """The module as torchtitan's `parallelize_llama` leaves it: sequence-parallel, and then sharded by `fully_shard`."""
+    """Prepares the module as torchtitan's `parallelize_llama` does: sequence-parallel, and then sharded by `fully_shard`."""
     whole: Any = module
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -146,7 +146,7 @@ def train(group: hw.Group, device: torch.device, policy: MixedPrecisionPolicy, t
     given = batches(STEPS, device, rows_of(group))
     model = hostweave.torch.compile(ours, mesh, example_inputs=given[0][:1], training=True)
     for tokens, labels in given:
-        if policy.param_dtype:  # roundoff of 16 bits grows from step to step, so each one begins at the same parameters
+        if policy.param_dtype:  # the roundoff of 16 bits accumulates, so each step starts from the same parameters
             with torch.no_grad():
                 for one, other in zip(want.parameters(), ours.parameters(), strict=True):
                     one.copy_(other)
@@ -176,7 +176,7 @@ class WithLoss(nn.Module):
 
 
 def load(group: hw.Group, device: torch.device, folder: str) -> None:
-    """Saves a training step of tp 4 with its optimizer, and loads it into one of dp 2 x tp 2. Both continue with equal results."""
+    """Saves a module and its optimizer at tp 4, and loads them at dp 2 x tp 2. Both continue with equal results."""
     torch.manual_seed(1)
     whole, given, of_all = Transformer().to(device), batches(4, device, rows_of(group)), batches(4, device)
     meshes = [

@@ -1,4 +1,4 @@
-"""A module of DTensors that the ranks of torchrun train, on GPUs if there are any. torch trains it on one device for comparison."""
+"""Trains a module of DTensors on ranks of torchrun, on GPUs if there are any, and compares it with torch on one device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Broken(Loss):
 
 
 def joined() -> tuple[hw.Group, torch.device]:
-    """Joins torch's process group, and Hostweave's group with its store. Returns the latter, and this rank's device."""
+    """Joins torch's process group, and a group of Hostweave that uses its store. Returns Hostweave's group, and the device of this
+    rank."""
     on_gpus = torch.cuda.is_available()
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     group = hw.init(hw.TorchStore())
@@ -45,7 +46,7 @@ def joined() -> tuple[hw.Group, torch.device]:
 
 
 def run_cases(cases: Mapping[str, Callable[[hw.Group, torch.device], None]]) -> None:
-    """Joins the groups, runs the cases one after another, and prints the name of each on rank 0 when it has passed."""
+    """Joins the groups, and runs the cases one after another. Rank 0 prints the name of each case that has passed."""
     group, device = joined()
     for name, case in cases.items():
         case(group, device)
@@ -84,7 +85,8 @@ def train(group: hw.Group, device: torch.device) -> None:
     for make, options in ((adamw, None), *of_step):
         alone, module = copy.deepcopy(want), copy.deepcopy(want)
         parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        # foreach: torch updates all parameters by one operator on GPUs, which refuses a mixture of DTensors and plain tensors.
+        # With foreach=True, the default on GPUs, torch updates all parameters by one op, which refuses a mixture of DTensors and plain
+        # tensors.
         optimizers = [make(one.parameters(), foreach=False) for one in (module, alone)]
         given: dict[str, Any] = {"training": True} if options is None else {"optimizer": optimizers[0], **options}
         compiled = hostweave.torch.compile(module, mesh, {}, (x,), **given)

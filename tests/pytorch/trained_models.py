@@ -1,4 +1,4 @@
-"""Models that train, in small configurations, with arguments that make a loss, and plans for 1, 2 and 4 ranks."""
+"""Small models for training, with arguments for which they return a loss, and plans for 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def swin() -> tuple[nn.Module, Inputs]:
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
-    """A ResNet with bottlenecks, like ResNet-50, but with smaller depth and width."""
+    """A ResNet with bottleneck blocks, like ResNet-50, but with smaller depth and width."""
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck", downsample_in_bottleneck=False, num_labels=3
     )
@@ -131,7 +131,7 @@ def wav2vec2() -> tuple[nn.Module, Inputs]:
 
 
 class Dlrm(nn.Module):
-    """Naumov et al., 2019, arXiv:1906.00091: embeddings of categories, and products of all pairs of features."""
+    """DLRM (Naumov et al., 2019, arXiv:1906.00091): embeddings of categories, and dot products of all pairs of features."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs for four ranks that are threads of the test, and the calls that each rank of a group makes."""
+"""Programs for four ranks, which are threads of the test, and calls that each rank makes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def x_of(rank: int) -> np.ndarray:
 
 
 def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
-    """Result of `function(rank)`, or the exception that it raises, on every rank of a new group of threads."""
+    """For every rank of a new group of threads, the result of `function(rank)`, or the exception that it raises."""
     provider = hw.Threads(count)
 
     def call(rank: int) -> Any:
@@ -69,7 +69,7 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """A provider of one rank, independent of the environment. With a store, it is a rank as if in its own process."""
+    """A provider of one rank that does not read the environment. With a store, the rank behaves as if it were a process."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self.rank, self.count, self._store = rank, count, store or MemoryStore()

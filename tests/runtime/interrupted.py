@@ -1,4 +1,4 @@
-"""A process that is interrupted at random moments, as by Ctrl-C. `test_interrupts.py` starts it.
+"""Interrupts work at random moments, as Ctrl-C does. `test_interrupts.py` starts it as a process.
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 
@@ -20,8 +20,8 @@ import numpy as np
 
 import hostweave as hw
 
-SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # maximum seconds until an interrupt
-SOON = 10.0  # seconds, on a machine that is busy with other tests
+SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # most seconds until an interrupt
+SOON = 10.0  # seconds, because other tests may use the machine
 RANKS = 2
 X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5
 
@@ -40,7 +40,7 @@ def alone(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
 
 
 class Interrupted:
-    """Programs, and the calls that run until an interrupt comes."""
+    """Programs, and calls that run until they are interrupted."""
 
     def __init__(self, moments: random.Random, target: str):
         self.moments, self.target = moments, target
@@ -110,7 +110,7 @@ def main(what: str, to: str, seed: str, count: str, target: str = "cpu") -> None
     moments = random.Random(seed)
     interrupted = Interrupted(moments, target)
     interrupted.works()
-    gc.disable()  # resources must be freed without garbage collection
+    gc.disable()  # because resources must be freed without garbage collection
     for trial in range(int(count)):
         delay, sent = moments.uniform(0, SPANS[what]), [0.0]
 

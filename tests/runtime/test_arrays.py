@@ -1,4 +1,4 @@
-"""Arrays of other libraries as arguments and results, and errors for those that do not fit."""
+"""Arrays of other libraries as arguments and results, and errors for wrong arrays."""
 
 from typing import Any
 
@@ -132,7 +132,7 @@ def test_torch_tensors_without_memory_of_their_own() -> None:
 
 
 def distributed(kind: Any, local: Any) -> Any:
-    """A DTensor in a world of one process."""
+    """A DTensor on a mesh of one process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -143,7 +143,7 @@ def distributed(kind: Any, local: Any) -> Any:
 
 
 class Exporter:
-    """Array of an unknown library, which supports only DLPack."""
+    """Array of an unknown library that supports only DLPack."""
 
     def __init__(self, array: np.ndarray):
         self.array = array

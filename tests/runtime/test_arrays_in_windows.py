@@ -1,4 +1,4 @@
-"""Arrays of `group.empty`: peers access them in place, and arrays in other memory are copied."""
+"""Arrays of `group.empty`: peers access them in place. Other arrays are copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEER = hw.Options(transport="peer")
 
 @cache
 def shared(ranks: int) -> tuple[Any, hw.Program]:
-    """Gathers of an input, of an output, and of the weights of a function that is called twice."""
+    """Program that gathers an input, an output, and the weights of a function that is called twice."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K@x", "K"])
     def layer(x, w):  # type: ignore[no-untyped-def]
@@ -49,7 +49,7 @@ def arrays_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, bound: Sequence[str] = ()) -> None:
-    """One call of a rank with these arguments in windows, with a check of its results."""
+    """Makes one call of a rank with these arguments in windows, and compares the results."""
     fusion, program = shared(ranks)
     arrays = arrays_of(seed)
     made = {name: group.empty((K // ranks if name in "wv" else M // ranks, K), hw.f32) for name in in_windows}
@@ -67,8 +67,8 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
-    """The number of bytes that all ranks together copy in a call."""
-    shared(ranks)  # one program for the threads, which would compile one each
+    """Number of bytes that all ranks copy in a call."""
+    shared(ranks)  # compiles once, before each thread would
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -76,18 +76,18 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
-    """Inputs are put into the program's landing buffers from any memory; %h is gathered to an output, so peers read it."""
+    """Inputs in any memory are put into landing buffers of the program. %h is gathered to an output, so peers read it."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - h
-    assert copied(ranks, ("w",)) == all_of_them  # all calls of a function use one body
+    assert copied(ranks, ("w",)) == all_of_them  # both calls must pass arrays in windows, because they use one body
 
 
 def test_in_random_schedules() -> None:
-    """Several calls, during which windows are written and freed."""
-    shared(3)  # one program for the threads, which would compile one each
+    """Several calls are in flight while windows are written and freed."""
+    shared(3)  # compiles once, before each thread would
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:
@@ -130,7 +130,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         group = hw.init(provider)
         both = group.empty((2, 3, 4), hw.f32)
         both[...] = np.arange(24).reshape(2, 3, 4) + 100 * rank
-        second = both[1]  # at the same place on both ranks
+        second = both[1]  # at the same offset on both ranks
         want = np.concatenate([np.arange(12, 24).reshape(3, 4) + 100 * other for other in range(2)])
         eye = np.eye(4, dtype="f4")
         np.testing.assert_array_equal(program(second, eye), want)
@@ -169,7 +169,7 @@ def test_how_long_memory_lives() -> None:
     kept.clear()
     gc.collect()
     again = hw.Threads(1)
-    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # after the turn that frees memory
+    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # after the collective step that frees memory
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
 
 
@@ -187,7 +187,7 @@ def test_dlpack() -> None:
     assert repr(array) == "<array i16[2, 3] in a window, on GPU 0>"
     assert array.__cuda_array_interface__["typestr"] == "<i2"
     references = sys.getrefcount(owner)
-    array.__dlpack__(stream=1)  # an unused capsule
+    array.__dlpack__(stream=1)  # a capsule that nothing consumes
     assert sys.getrefcount(owner) == references
     with pytest.raises(AttributeError, match=r"bf16 has no typestr of __cuda_array_interface__; use __dlpack__"):
         _ = WindowArray(owner, module, (2, 3), hw.bf16, 0).__cuda_array_interface__
@@ -197,7 +197,7 @@ def test_dlpack() -> None:
 
 
 def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError) -> str:
-    """Error message of the first rank that raises."""
+    """Message of the error of the first rank that raises one."""
     provider, told = hw.Threads(ranks), list[str]()
 
     def rank(rank: int) -> None:

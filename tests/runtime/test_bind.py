@@ -1,4 +1,4 @@
-"""Inputs that a program holds: `program.bind`."""
+"""`program.bind`: inputs that are bound to a program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
-    """Inputs by position and name, bound at once and in steps, for several programs alternately, with new sizes, run and called."""
+    """Inputs are bound by position and by name, in one or several steps. Programs are run and called alternately, with new sizes."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)
@@ -51,7 +51,7 @@ def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
         w, b, x = own(W, rank, ranks, 1), B.copy(), own(X, rank, ranks, 0)
         mine, others = program.bind(w=w, b=b), program.bind(w=2 * w, b=b)
         for scale in (1, 3):
-            b *= scale  # a call reads the current contents
+            b *= scale  # a call reads the current values
             want = own(X @ W + scale * B, rank, ranks, 0)
             np.testing.assert_array_equal(mine(x), want)
             np.testing.assert_array_equal(mine(x=x, out=np.empty_like(want)), want)
@@ -109,7 +109,7 @@ def test_mistakes(mistake: str) -> None:
 
 
 def test_what_only_a_rank_can_tell() -> None:
-    """A wrong block on one rank is an error on all, and the next call works."""
+    """If the block of one rank is wrong, all ranks raise an error. The next call works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
 
     def on_rank(rank: int) -> list[str]:
@@ -143,7 +143,7 @@ def test_threads_share_a_bound_program() -> None:
 
 
 def test_threads_that_are_one_rank_take_turns() -> None:
-    """Also in the first call, with different sizes, for which the program's memory is planned again."""
+    """Calls of several threads for the same rank run one after another, also the first calls, whose sizes differ."""
     program, wrong = affine_on(1), []
     bound = program.bind(w=W, b=B)
     group = hw.init(group="of threads that take turns")

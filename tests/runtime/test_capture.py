@@ -1,4 +1,4 @@
-"""Calls as graphs on the CPU target: `program.capture`, and automatic capture."""
+"""Graphs on the CPU target: `program.capture`, and automatic capture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_beside_calls(ranks: int) -> None:
-    """Replays with new inputs; in between calls of the same program, also with larger sizes; two graphs of one program."""
+    """Replays two graphs of one program with new inputs. Calls of the program in between also have larger sizes."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -51,7 +51,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 
 def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
-    """New local arrays of a rank."""
+    """Copies of the local arrays of a rank."""
     return [
         np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
         if holds(v.type, fusion.mesh, rank)
@@ -61,10 +61,10 @@ def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarra
 
 
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
-    """Replays with new inputs give new exact outputs; inputs are small integers.
+    """Tests that replays with new inputs give the exact outputs. Inputs are small integers.
 
-    Calls with larger sizes come in between, for which the program uses memory outside of the graph. Some launches run as one
-    queue, in any order of nodes.
+    Between replays there are calls with larger sizes, which do not use the memory of the graph. In some launches the nodes of the graph run
+    as one queue, in a random order.
     """
     ranks = fusion.mesh.size
     program, threads = compiled(fusion, options=options), hw.Threads(ranks)
@@ -97,9 +97,9 @@ SEEDS = 4
 
 @pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
 def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
-    """No wait for an outside event, no unjoined stream, no allocation, no query.
+    """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
-    In a pipeline, whose ranks wait only for some others, a rank may launch while others still capture.
+    In a pipeline, in which a rank waits only for some other ranks, a rank may launch while others still capture.
     """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
@@ -111,16 +111,16 @@ EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)
 @pytest.mark.parametrize("transport", ["peer", "one_sided"])
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES])
 def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
-    """A signal of a graph is given only after the previous one has been awaited."""
+    """A graph sends a signal only after the previous signal was awaited."""
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport=transport))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
 def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
-    """Calls with signals, whose arrays come in a different order on each rank.
+    """Calls with signals. Each rank passes its arrays in a different order.
 
-    With few arrays, calls become graphs. With new arrays on one rank, that rank captures again; larger sizes follow. With new
-    arrays on a rank in each call, calls stop being graphs.
+    If there are few sets of arrays, calls become graphs. If one rank passes new arrays, this rank captures again. Larger sizes follow. If
+    one rank passes new arrays in each call, calls are no longer graphs.
     """
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(ranks)
@@ -157,10 +157,11 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
 
 
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
-    """If a rank captures again, peers write to the new windows, even if they have older graphs of the same arrays."""
+    """If windows have grown, all ranks capture again, even if they have graphs of the same arrays, because peers must write to the new
+    windows."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
-    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # larger than a 2 MiB piece
+    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # exceeds 2 MiB
 
     def on_rank(rank: int) -> list[Any]:
         group, results = hw.init(threads, call_timeout=20), []
@@ -188,7 +189,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
-    """The last 16 sets of arrays, alternating and repeated; also new sizes in the same memory."""
+    """Graphs of the last 16 sets of arrays are kept. Arrays alternate and repeat. New sizes in the same memory need another graph."""
     program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
 
@@ -217,7 +218,7 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """Launches by several threads run one after another, or raise an error that asks for `with step:`."""
+    """Launches by several threads inside `with step:` run one after another. Others raise an error that names `with step:`."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays
@@ -250,7 +251,7 @@ def test_threads_that_share_a_captured_call() -> None:
         assert wrong == [False] * 800
         assert len(refused) == 7
         assert "several threads launch this captured call" in refused[0]
-        np.testing.assert_array_equal(step(), wanted(*arrays))  # the other threads have ended
+        np.testing.assert_array_equal(step(), wanted(*arrays))  # no lock is needed, because the other threads have ended
 
     ranks.run(on_rank)
 

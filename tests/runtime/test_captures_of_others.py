@@ -1,4 +1,4 @@
-"""Calls in graphs that the application captures and launches, and launches that fail or do not end, on the CPU target."""
+"""Graphs that the application captures and launches, and launches that fail or do not end, on the CPU target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 
 class Captures:
-    """Streams and captures of a rank's device, as in an application that captures by itself."""
+    """Creates streams and captures on a rank's device, as an application does."""
 
     def __init__(self, rank: int):
         self.library = CDLL(str(NATIVE / "libhostweave_cpu.so"))
@@ -37,7 +37,7 @@ class Captures:
 
     @contextmanager
     def graph(self, stream: int) -> Iterator[c_void_p]:
-        """Captures in thread-local mode. The yielded object can be launched afterwards."""
+        """Captures in thread-local mode. The yielded object can be launched after the block."""
         made, executable = c_void_p(), c_void_p()
         self.call("cudaStreamBeginCapture", c_void_p(stream), 1)
         try:
@@ -57,14 +57,15 @@ class Captures:
 
 @pytest.fixture
 def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets calls take streams, as on CUDA."""
+    """Allows calls on the CPU target to take streams, as on CUDA."""
     monkeypatch.setattr(type(find_target("cpu")), "stream", lambda self, given: given or 0)
 
 
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captures_of_others(ranks: int) -> None:
-    """Two programs in one graph, one of them twice and on two streams; launched on any stream, between calls; and failing captures."""
+    """A graph contains two programs, one of them twice and on two streams. It is launched on any stream, between calls. Other captures
+    fail."""
     program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(4)]
 
@@ -86,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # rank threads, which found together that none is prepared
+        if ranks > 1:  # ranks are threads, which compare that none of them is prepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -103,7 +104,7 @@ def test_captures_of_others(ranks: int) -> None:
             twice = np.split(wanted(want, arrays["up"], arrays["down"]), ranks)[rank]
             captures.launch(graph, launching)
             captures.launch(graph, second)
-            program(x, up, down, out=beside)  # ordered after the launches, on another stream
+            program(x, up, down, out=beside)  # another stream; the program orders the call after the launches
             np.testing.assert_array_equal(beside, np.split(want, ranks)[rank])
             captures.wait(second)
             for got, block in ((y, np.split(want, ranks)[rank]), (z, twice), (last, twice)):
@@ -116,7 +117,7 @@ def test_captures_of_others(ranks: int) -> None:
 
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
 def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
-    """On one rank: the others are informed, the group remains usable, and the next capture works. Without a failing call nothing fails."""
+    """If a capture fails on one rank, the other ranks are informed, the group stays usable, and the next capture works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -149,7 +150,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_that_does_not_end_is_seen() -> None:
-    """The watchdog detects it without a call: other code launches the graph."""
+    """The watchdog detects a launch by other code that does not end, although no call is made."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -179,7 +180,8 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """One rank launches its graph too late. The report names the same line for the first launch, the second one, and one after a call."""
+    """One rank launches its graph too late. The report names the same line for the first launch, the second launch, and a launch after a
+    call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
 
@@ -220,7 +222,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
-    """For any number of finished calls that were not polled in between."""
+    """The report has the right number of the unfinished call, for any number of finished calls before it that were not polled."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -236,7 +238,7 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # a poll in between would see more
+            time.sleep(0.1)  # no poll between the calls
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress
@@ -249,7 +251,7 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
 
 
 def test_a_rank_that_does_not_launch() -> None:
-    """The others get an error that it is late, as for a call."""
+    """If a rank does not launch, the other ranks raise the same error as for a call that is late."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays, done = arrays_of(8), threading.Event()
 
@@ -272,7 +274,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def test_a_launch_that_fails() -> None:
-    """The error is that of a call: with the place in the program, on all ranks."""
+    """If a launch fails, all ranks raise the same error as for a call, with the line of the program."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
     def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:

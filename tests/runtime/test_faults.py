@@ -1,4 +1,4 @@
-"""Fault injection: any failing device call during preparation raises, leaks nothing, and the next call works."""
+"""Fault injection: if any device call fails during preparation, there is an error, nothing leaks, and the next call works."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def report_of(how: Callable[[hw.Program], Any], program: hw.Program) -> str:
 
 
 class Device:
-    """CPU device: its counters, and injection of failing calls."""
+    """Counters of the CPU device, and injection of failing calls."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
@@ -85,7 +85,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.build()
         device.fail(call, nth)
         if not (report := report_of(how, program)):
-            break  # fewer calls than n
+            break  # there are fewer calls
         assert f"{call}: made to fail" in report
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
@@ -95,10 +95,10 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         gc.collect()
         deadline = time.monotonic() + 20
         while (after := device.live()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)  # resources in use are freed later by a thread
+            time.sleep(0.01)  # a thread frees resources that are in use later
         assert after == before, nth
     assert nth > 1
-    assert time.monotonic() - started < 100  # the device would wait 120 seconds for a rank that does not come
+    assert time.monotonic() - started < 100  # the time limit of the device for a missing rank is 120 seconds
 
 
 ADOPTS_WHILE_ANOTHER_RUNS = f"""

@@ -1,6 +1,6 @@
-"""Reports of hangs: for every rank and stream, finished and unfinished work, the wait, and the ranks that it waits for.
+"""Reports of hangs: for every rank and stream, the last finished and the first unfinished line, and what the stream waits for.
 
-The programs are compiled normally, with a fault in the C++ of one rank for the weight 99.
+The programs have a fault in their C++ that one rank executes if the weight is 99.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """The program with `fault` inserted before a line of its C++, with closing braces if the fault opens a block."""
+    """The program with `fault` inserted before a line of its C++. If the fault opens a block, the line is inside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -79,7 +79,7 @@ except (ExecutionError, KeyboardInterrupt) as error:
 
 
 class Processes:
-    """Ranks as processes, each of which makes two calls: the second one with the fault."""
+    """Ranks as processes. Each one makes two calls, the second of which has the fault."""
 
     def __init__(
         self, folder: Path, transport: str, place: str, fault: str, limit: float = 60, never: bool = False, captured: bool = False
@@ -114,7 +114,7 @@ class Processes:
             process.communicate()
 
     def said(self, rank: int) -> tuple[str, str]:
-        """Output of the rank on stdout and stderr after it has ended."""
+        """Output of a rank on stdout and stderr, after it has ended."""
         return self.processes[rank].communicate(timeout=120)
 
 
@@ -144,7 +144,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     with Processes(tmp_path, transport, place, f"if (!({IS_FAULTY}))\n", limit=3) as ranks:
         _, report = ranks.said(0)
     assert "call 2 of ag_matmul is not done after 3 seconds" in report
-    # Rank 2 owes rank 0 a signal. Rank 2 itself has ended the call: it needs the credit of rank 0 only in the next call.
+    # Rank 0 waits for a signal of rank 2. Rank 2 has ended the call, because it needs the credit of rank 0 only in the next call.
     waits = (
         rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
         rf"done up to \S+\(.*\) {AT}, \d+ more behind it"
@@ -166,7 +166,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
 def test_ctrl_c_says_where_the_ranks_stand(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
-        time.sleep(6)  # until the rank waits in its call, also on a busy machine; the fault lasts for 20 seconds
+        time.sleep(6)  # until the rank waits in its call; the fault lasts for 20 seconds
         ranks.processes[1].send_signal(signal.SIGINT)
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report
@@ -195,7 +195,7 @@ def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
-    """The CPU device sees at once that no rank can go on."""
+    """If ranks are threads, the CPU device detects immediately that no rank can continue."""
     program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n")
     with cpu.parallel(timeout_seconds=20), pytest.raises(ExecutionError) as caught:
         program.run(X, W)
@@ -204,7 +204,7 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
-    """The streams of a graph also report their positions, in the second launch as in the first."""
+    """The report also has lines of the streams of a graph, both for the first and for the second launch."""
     with Processes(tmp_path, "two_sided", RECV, "", limit=3, never=True, captured=True) as ranks:
         _, report = ranks.said(0)
     assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (
@@ -260,7 +260,7 @@ def summed_only_here(x):
 
 
 def test_messages_name_the_users_line() -> None:
-    """Checks a failing call and a place in a report; each line is named once."""
+    """Messages of a failed call and of a report have the user's line once."""
     module = hw.compile(summed_only_here).compiled.module
     lines = Path(str(module.__file__)).with_name("program.cpp").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "ncclAllReduce" in line)

@@ -1,4 +1,4 @@
-"""Groups: hw.init, and programs called by ranks that the host application started, here as threads."""
+"""Groups: hw.init, and calls of programs by ranks, which are threads here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_one_thing_at_a_time() -> None:
         with seeded(seed):
             return AG_MATMUL(x_of(rank), W)
 
-    for seed in range(10):  # noqa: B007 (the ranks read it)
+    for seed in range(10):  # noqa: B007 (the ranks read seed)
         check_results(on_ranks(rank), X @ W)
 
 
@@ -186,7 +186,8 @@ def test_init_again() -> None:
 
 
 def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank garbage-collects programs of other ranks while its own group waits for it to make channels."""
+    """Freeing a program waits for no other rank: a rank garbage-collects programs of other ranks while its group waits for it to create
+    channels."""
     one = hw.init(Here(), "one")
     called, run = hw.compile(alone), hw.compile(alone)
     garbage = [called, run, called(X, group=one), run.run(x=X)]
@@ -206,7 +207,7 @@ def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     started = time.monotonic()
     check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
     assert not garbage
-    assert time.monotonic() - started < 60  # the device would give up after 120
+    assert time.monotonic() - started < 60  # the time limit of the device is 120 seconds
 
 
 def test_channels_are_made_once_and_freed() -> None:
@@ -269,7 +270,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group.close()
 
 
-BYTES = np.zeros(1024, np.uint8)  # arrays of a call are slices of it
+BYTES = np.zeros(1024, np.uint8)  # memory of which the arrays of a call are slices
 
 
 def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -343,7 +344,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
 
 
 def test_an_interrupted_call_says_so_to_the_others() -> None:
-    """KeyboardInterrupt has no text."""
+    """The other ranks get a message about the interrupt, although KeyboardInterrupt has no text."""
     group = hw.init(hw.Threads(1))
 
     def interrupted() -> None:

@@ -29,7 +29,7 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """A signal to the process alone is what Jupyter sends; a terminal sends the signal to the group, which also reaches compilers."""
+    """Sends the signal to the process, as Jupyter does, or to its process group, which includes compilers, as a terminal does."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
@@ -68,7 +68,7 @@ def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
 
 
 class Held:
-    """Object that a reference cycle would keep alive."""
+    """An object that a reference cycle would keep alive."""
 
 
 def test_work_gives_and_raises_what_it_does_and_keeps_nothing() -> None:
@@ -230,7 +230,7 @@ print("hang:", len(children))
 
 @pytest.mark.parametrize("pause", [0.03, 0.2])
 def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path: Path) -> None:
-    """The child blocks on no lock or import: it builds, and raises the error that it cannot run."""
+    """The child does not block on a lock or an import. It can build, and raises an error if it runs a program."""
     env = environment(HOSTWEAVE_CACHE=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()

@@ -40,7 +40,7 @@ def wanted(x: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def group() -> Iterator[hw.Group]:
     made = hw.init(hw.Threads(1))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # JAX would prefer a GPU
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # otherwise JAX uses a GPU
         yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_it_is_part_of_a_jitted_function() -> None:
     np.testing.assert_allclose(mlp(X[:3], W, V)[0], wanted(X[:3])[0], rtol=1e-5, atol=1e-5)  # another size, without jit
 
 
-# Weights are sharded by columns; the second and third call depend only on the first.
+# Weights are sharded by columns. The second and third call depend only on the first one.
 RANK = """
 import sys
 import jax, numpy as np

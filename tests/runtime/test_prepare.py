@@ -1,4 +1,4 @@
-"""`program.prepare`: calls of many sizes in any order plan and allocate nothing; the number of kept plans is limited."""
+"""`program.prepare`: afterwards, calls of many sizes in any order neither plan nor allocate. The number of plans is limited."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import NATIVE
 
-KEPT = 4096  # plans of one matmul
+KEPT = 4096  # largest number of plans of one matmul
 E, F = 8, 16
 UP, DOWN = (np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32) for shape in ((E, F), (F, E)))
 
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])
 def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
-    """After `prepare`, no plan or memory is made, and no memory grows."""
+    """After `prepare`, calls make no plans, do not allocate, and no memory grows."""
     program, threads = mlp_on(ranks), hw.Threads(ranks)
     order = [int(rows) for rows in np.random.default_rng(1).integers(1, sizes + 1, calls)]
 
@@ -77,7 +77,7 @@ def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
 
 
 def test_plans_are_bounded() -> None:
-    """Plans of the last sizes are kept; evicted ones are made again."""
+    """Plans of the last sizes are kept. Evicted plans are made again when they are needed."""
     program, threads = mlp_on(1), hw.Threads(1)
     gc.collect()
     before = matmuls()

@@ -1,5 +1,5 @@
-"""One process per rank, on both targets: started by torchrun, mpirun or directly, combined with torch.distributed, and killed at
-any time.
+"""Ranks as processes, on both targets: started by torchrun, by mpirun or directly, combined with torch.distributed, and killed at any
+time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # seconds, on a machine that is busy with other tests: documentation says about one
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, with puts, and with puts if possible
+NOTICED = 4  # seconds; about one according to the documentation, but other tests may use the machine
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, chosen puts
 
 
 @dataclass(frozen=True)
 class Place:
-    """Target of the processes, and their programs: one per kind of communication on CPU ranks, to limit the suite's time."""
+    """Target of the processes, and their programs. On CPU ranks there is one program per kind of communication, to limit the time."""
 
     target: str
     programs: str
-    ranks: int  # ranks that run all programs
-    killed: int  # ranks in tests that kill one
+    ranks: int  # number of ranks that run all programs
+    killed: int  # number of ranks in tests that kill a rank
     trials: int  # repetitions
 
     @property
@@ -133,7 +133,7 @@ STARTED = [
 @pytest.mark.parametrize(("place", "provider"), STARTED)
 @pytest.mark.usefixtures("all_built", "nothing_left_over")
 def test_no_launcher(place: Place, provider: str) -> None:
-    """Processes that set the variables themselves; and a torch.distributed store without its process group."""
+    """Processes without a launcher: the test sets the variables, or passes a torch.distributed store without a process group."""
     port = free_port()
     with Ranks([as_rank(rank, place.ranks, port) for rank in range(place.ranks)], place.programs, provider, place.target) as ranks:
         for rank in range(place.ranks):
@@ -144,7 +144,7 @@ def test_no_launcher(place: Place, provider: str) -> None:
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize("place", [CPU])
 def test_ranks_decide_together_what_is_a_graph(place: Place) -> None:
-    """Calls with signals, through the store: without `verify_calls` ranks have no other information about each other's arrays."""
+    """Ranks decide through the store, because without `verify_calls` a rank has no other information about the arrays of other ranks."""
     port = free_port()
     with Ranks([as_rank(rank, 2, port) for rank in range(2)], "graphs", "environment", place.target) as ranks:
         for rank in range(2):
@@ -168,7 +168,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
 
 @pytest.fixture
 def nothing_left_over() -> Iterator[None]:
-    """Checks for left-over shared memory of NCCL and of this package. Memory of living processes, such as other tests, is ignored."""
+    """Tests that no shared memory of NCCL and of Hostweave is left. Memory of living processes, such as other tests, is ignored."""
     before = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10
@@ -180,7 +180,7 @@ def nothing_left_over() -> Iterator[None]:
 def shared_by_living_processes() -> set[str]:
     names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process ends, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             names.update(re.findall(r" /dev/shm/([^/\n]+)$", maps.read_text(), re.MULTILINE))
     return names
 
@@ -205,7 +205,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """NCCL destroys a communicator only after its graphs, and the others keep theirs until they exit."""
+    """Other ranks continue, although NCCL cannot destroy a communicator before its graphs, which they keep until they exit."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
@@ -215,7 +215,7 @@ def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, 
 @pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
 def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
-    """The others do not wait for `call_timeout`, even if that rank had the store."""
+    """If a rank ends, the other ranks do not wait for `call_timeout`, even if the store was in that rank's process."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]
@@ -235,7 +235,7 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
 @everywhere
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
-    """`call_timeout` applies, even if the rank with the store is stopped."""
+    """If a rank is stopped, `call_timeout` applies, even if the store is in that rank's process."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, limit, count = free_port(), 3, place.killed
@@ -258,7 +258,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.line(rank, 300, beginning="ready")
         ranks.processes[other].send_signal(signal.SIGSTOP)
-        time.sleep(1)  # until the other one waits for it
+        time.sleep(1)  # until the other rank waits
         ranks.processes[interrupted].send_signal(signal.SIGINT)
         why = f"group 'default': rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
@@ -276,7 +276,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
 @pytest.mark.parametrize("on", ["one host", "two hosts"])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
 def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, on: str) -> None:
-    """NCCL may consider ranks with mutual memory access as on different hosts: transport peer asks the GPUs, not NCCL."""
+    """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` works anyway, because it asks the GPUs."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, apart = free_port(), [{"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
@@ -287,7 +287,7 @@ def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, 
 
 
 def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = False) -> None:
-    """The others get an exception that names the rank, and form a new world in the same processes. Rank 0 keeps the store."""
+    """Kills a rank. The other ranks get an exception that names it, and form a new group in the same processes. The store is in rank 0."""
     moment, count = random.Random(trial), place.killed
     victim = moment.randrange(count) if trial else 0
     port, other_port = free_port(), free_port()
@@ -295,7 +295,7 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
-        if stands_still:  # until the others wait for it
+        if stands_still:  # until the other ranks wait for this rank
             ranks.processes[victim].send_signal(signal.SIGSTOP)
             time.sleep(1)
         ranks.processes[victim].kill()

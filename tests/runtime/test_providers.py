@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
-    """Output of each process. The first failing process fails the test."""
+    """Runs one process per environment. Returns their outputs. The first process that fails makes the test fail."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -50,7 +50,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
 
 
 def in_threads(count: int, function: Any) -> list[Any]:
-    """Result of `function(rank)`, or the exception that it raises, for every rank."""
+    """For every rank, the result of `function(rank)`, or the exception that it raises."""
     results: list[Any] = [None] * count
 
     def call(rank: int) -> None:
@@ -110,7 +110,7 @@ def test_slurm() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     launch = LaunchedRank(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
-    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # a batch script outside srun
+    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # a batch script that runs without srun
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_beside_torch_distributed_by_the_same_environment() -> None:
-    """torch.distributed uses MASTER_PORT, before or after; its default store works as well."""
+    """torch.distributed, initialised before or after hw.init, uses MASTER_PORT. Its default store works as a provider, too."""
     script = """
 import os
 import torch.distributed as dist
@@ -272,7 +272,7 @@ def test_torch_store_needs_torch_distributed() -> None:
 
 
 class FakeComm:
-    """Methods of an mpi4py communicator that MPI() uses, for threads."""
+    """The methods of an mpi4py communicator that MPI() uses, for ranks that are threads."""
 
     def __init__(self, rank: int, shared: SimpleNamespace):
         self._rank, self.shared = rank, shared
@@ -303,7 +303,7 @@ def test_mpi(spread: bool) -> None:
         provider = MPI(FakeComm(rank, shared))
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
-        again = provider.store("default", 20)  # does not need MPI again
+        again = provider.store("default", 20)  # does not use MPI again
         records = StoreMeeting(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)

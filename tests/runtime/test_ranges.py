@@ -1,4 +1,4 @@
-"""NVTX ranges: an injected profiler sees each function of a program and each call in it, correctly nested."""
+"""NVTX ranges: an injected profiler records each function of a program and each library call in it, correctly nested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in groups: ranks that fail, are late, leave, or make different calls."""
+"""Faults in groups: ranks that fail, are late, exit, or make different calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """Exceptions of the ranks in a fault after which the group still works."""
+    """Exceptions of all ranks for a fault. Tests that the group works afterwards."""
 
     def rank(rank: int) -> Any:
         try:
@@ -174,7 +174,8 @@ PUTS = "HW_CHECK(puts_.fork(caller));\n"
     ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal", "for one of NCCL"],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are also in the middle of their calls. Afterwards a new group works on the same threads, and so does .run."""
+    """A rank fails in the middle of a call, while the other ranks are in their calls. Afterwards a new group of the same threads works,
+    and so does `run`."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     options = hw.Options(transport=transport)
     _ = hw.compile(ag_matmul, options=options).folder
@@ -226,7 +227,7 @@ def test_a_rank_that_leaves() -> None:
 
 
 def test_the_process_that_keeps_the_store_is_killed() -> None:
-    """Rank 1 reports it, gives up the group, and becomes a separate world."""
+    """Rank 1 reports that the process with the store was killed, leaves the group, and joins a new group of one rank."""
     script = """
 import os, subprocess, sys
 import hostweave as hw
@@ -256,7 +257,7 @@ print(again.rank, again.count, again.failure)
 
 
 def test_rank_0_is_stopped_before_the_first_call() -> None:
-    """Requests that do not wait in the store also end after `call_timeout`, although a first call may take `timeout`."""
+    """Requests to the store of a stopped process end after `call_timeout`, although a first call may take `timeout`."""
     script = "import hostweave as hw, sys; hw.init(group='stopped'); print('ready', flush=True); sys.stdin.read()"
     limit = 2
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -333,11 +334,11 @@ said(lambda: program(x))
 
 
 def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
-    """The CPU device reports errors for which NCCL would hang or give wrong results."""
+    """The CPU device reports errors with which NCCL would hang or give wrong results."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # without reports of the watchdog
+        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # without the reports of the watchdog
         right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
         assert (right, again, anew) == ("[0. 1.]",) * 3
         assert seeded == (
@@ -416,7 +417,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreMeeting, "gather", counted)
-    if by == "store":  # pretends that ranks are on two hosts
+    if by == "store":  # simulates ranks on two hosts
         monkeypatch.setattr(hw.Group, "made_board", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
@@ -424,7 +425,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # The program, the arrays of the first call, and the board's memory, or sizes at each change.
+    # The program, the arrays of the first call, and the shared memory or the sizes at each change.
     assert len(gathered) == meetings * RANKS
 
 
@@ -465,7 +466,8 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
 
 
 def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
-    """NCCL may destroy a channel only when the other ranks do, which they do after the message."""
+    """A rank sends its message before it aborts its channels, because NCCL may block until other ranks abort theirs, which they do after
+    the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -481,7 +483,7 @@ def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
 
 
 class Stopped(MemoryStore):
-    """A store in a stopped process: a request completes when the process continues."""
+    """Simulates a store in a stopped process: a request ends only when the process continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +578,8 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
 
 
 def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
-    """Until then aborted work occupies the devices, and a new group of this process would fail."""
+    """Ranks are informed of a failure only after all channels are aborted. Before, aborted work may occupy the devices, and a new group
+    would fail."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()
 
     def abort(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Calls with arrays that a program has seen before, which are not checked again."""
+"""Arrays that were passed in an earlier call are not checked again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arrays(rows: int = 3) -> tuple[Any, Any, Any]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the inputs that are checked."""
+    """Records the names of inputs that are checked."""
     group = hw.init()
     names: list[str] = []
     accept = taken.accept
@@ -57,7 +57,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
         np.testing.assert_array_equal(out, x)
     assert checks == ["x", "kept", PROGRAM.host.outputs[1].name]
     other = x * 2
-    total, scaled = model(other, kept)  # another input, and new outputs
+    total, scaled = model(other, kept)  # a new input, and new outputs
     assert total is kept
     np.testing.assert_array_equal(scaled, other)
     assert len(checks) == 5
@@ -98,7 +98,7 @@ def test_what_changes_in_an_array_of_numpy_is_seen(checks: list[str]) -> None:
     kept.flags.writeable = True
     PROGRAM(x, kept, w)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy 2.5: it can still be done
+        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated from NumPy 2.5 on
         x.dtype = np.int32
     with pytest.raises(ArgumentError, match="x: expected f32"):
         PROGRAM(x, kept, w)

@@ -50,7 +50,7 @@ def product(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Function that makes ag_matmul with one line of program.cpp replaced: the first that contains `what`."""
+    """Function that compiles ag_matmul with one line of program.cpp replaced: the first line that contains `what`."""
 
     def make(what: str, replacement: str) -> hw.Program:
         monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
@@ -270,7 +270,7 @@ def test_what_compile_and_measure_take() -> None:
     ],
 )
 def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before anything is built, for a run, for a call in a group, and for the demo."""
+    """Without a GPU, a run, a call in a group, and the demo raise an error before anything is built."""
 
     def build(*_: Any) -> None:
         raise AssertionError("something is built")
@@ -303,7 +303,7 @@ def test_ctrl_c(broken) -> None:
     assert works()
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns if another test has imported it
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported it
 def test_a_forked_process_says_that_it_cannot_run_programs() -> None:
     assert works()
     read, write = os.pipe()
@@ -369,7 +369,7 @@ class BrokenAttribute:
 
 
 class BrokenNamespace:
-    """The array's values can be passed, but its library cannot make results."""
+    """An array that can be passed, but whose library cannot create results."""
 
     def __dlpack__(self, **options: Any) -> Any:
         return np.ones((2, 2), np.float32).__dlpack__(**options)
@@ -382,7 +382,7 @@ class BrokenNamespace:
 
 
 class Closed:
-    """Every attribute raises, as of a dataset whose file was closed."""
+    """An object whose attributes all raise, like a dataset whose file was closed."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError("the file is closed")
@@ -403,7 +403,7 @@ def test_arrays_that_nobody_can_pass() -> None:
 
 @pytest.mark.extra("jax")
 def test_an_array_of_jax_that_was_deleted() -> None:
-    """JAX deletes arrays that were passed with donate_argnums."""
+    """The error for an array that JAX has deleted because it was passed with donate_argnums."""
     jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
     program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
     x.delete()

@@ -1,4 +1,4 @@
-"""Resource shortages while a program is compiled, cached, loaded and run: the error has a reason and a remedy."""
+"""Shortages of resources while a program is compiled, cached, loaded or run: the error has a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -75,10 +75,11 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """The thread that started must end, or whoever waits for its end holds the device forever."""
+    """If there is memory for only one thread of the device, that thread must end. Otherwise the code that waits for it would block the
+    device forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
-    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # the device's threads have stacks of 128 MiB
+    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # threads of the device have stacks of 128 MiB
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "MALLOC_ARENA_MAX": "1"}
     command = ["prlimit", f"--stack={128 << 20}:", sys.executable, "-c", script, "AS", str(200 << 20), "load"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Ranks that are processes with inconsistent sizes: all of them raise, and none waits for long."""
+"""Ranks that are processes and pass inconsistent sizes: all of them raise an error soon."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
 @pytest.mark.parametrize("by", ["memory", "store"])
 @pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
 def test_random_sizes(transport: str, by: str) -> None:
-    """After any sizes that ranks have passed, prepared and captured, a call is correct or raises on both."""
+    """After any sequence of calls, preparations and captures, the results of a call are right, or both ranks raise an error."""
     assert on_two_ranks(RANDOM, transport, BY=by, SEED=str(len(by + transport))) == [["done True"]] * 2
 
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """Sizes that are even on one rank and uneven on the other, so that they run different variants."""
+    """Sizes that are even for one rank and uneven for the other, so that the ranks would run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

@@ -108,7 +108,7 @@ def test_mistakes() -> None:
 
 
 class Processes:
-    """Ranks that share only a store, like processes."""
+    """Simulates processes: ranks that have only the store in common."""
 
     def __init__(self, rank: int, count: int, store: Store):
         self._rank, self.count, self._store = rank, count, store

@@ -1,4 +1,4 @@
-"""Stores of a group, and rendezvous and meetings of ranks through them."""
+"""Stores of a group, and rendezvous and synchronization of ranks through them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer,
 
 
 class FakeTorchStore:
-    """A torch.distributed store, without torch."""
+    """Imitates a torch.distributed store without torch."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -49,7 +49,7 @@ class FakeTorchStore:
 
 @contextlib.contextmanager
 def soon(function: Callable[..., object], *arguments: object) -> Iterator[None]:
-    """Calls a function shortly, on a thread that is joined at the end of the block."""
+    """Calls a function after a short time, on a thread that is joined at the end of the block."""
     timer = threading.Timer(0.1, function, arguments)
     timer.start()
     try:
@@ -123,7 +123,7 @@ def test_threads_wait_side_by_side(store: Store) -> None:
 
 
 def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
-    """A connection on which a thread was waiting is closed, too."""
+    """A connection is closed even if a thread is waiting on it."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
         while "late" not in server.waiting:
@@ -136,7 +136,7 @@ def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
 
 
 def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
-    """Processes that end later may have ended because of the first one."""
+    """Only the first process that ends is named, because others may have ended because of it."""
     ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
     for rank, store in enumerate(ranks):
         store.on_disconnect("failed", f"rank {rank}".encode())
@@ -273,7 +273,7 @@ def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int) -> None:
-    """In any order of events, the reader gets the value or none, without an error."""
+    """A value may be set while its reader times out. In any order of events, the reader gets the value or None, without an error."""
 
     async def race() -> bytes | None:
         loop = asyncio.get_running_loop()
@@ -287,7 +287,7 @@ def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int
                 server.set("key", b"value")
 
         loop.call_later(0.0101, set_after, turns)
-        time.sleep(0.03)  # both are due at once
+        time.sleep(0.03)  # the value and the time-out come at the same time
         return await reader
 
     assert asyncio.run_coroutine_threadsafe(race(), server.loop).result(10) in (b"value", None)
@@ -331,7 +331,7 @@ def test_names_of_jobs_and_tokens_count_whole() -> None:
 
 
 def said_to(server: TcpServer, request: bytes) -> bytes:
-    """Response of the server to a client with its secret, until the server closes or waits for more."""
+    """Response of the server to a client that has the secret, until the server closes the connection or waits for more."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     connection = store.idle[0]
     connection.settimeout(0.5)
@@ -343,7 +343,7 @@ def said_to(server: TcpServer, request: bytes) -> bytes:
 
 
 def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None:
-    """A process that takes a port of the job receives nothing that would authenticate it to the job's own server."""
+    """A process that listens on a port of the job receives nothing by which it could authenticate to the job's server."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1)))
@@ -420,7 +420,7 @@ def test_ranks_that_do_not_come() -> None:
     assert [str(error) for error in errors] == [
         f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
     ]
-    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the others have given up
+    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the other ranks have timed out
     assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
     assert all(isinstance(world, World) for world in meet_all(store, 4))
 

@@ -1,4 +1,4 @@
-"""Ranks of `Program.run`: teams of several sizes in one process at the same time, and common failures."""
+"""Teams, the ranks of `Program.run`: several teams in one process at the same time, and failures of ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Options(tune=True)`: the fastest algorithm of a matmul is found, cached, and used on all ranks.
+"""`Options(tune=True)`: the fastest algorithm of a matmul is measured, cached, and used on all ranks.
 
-Here all algorithms give equal results.
+On the CPU device of these tests, all algorithms give the same results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.local import LocalProgram
 
-pytestmark = pytest.mark.xdist_group("tuned")  # measurements share one file
+pytestmark = pytest.mark.xdist_group("tuned")  # all measurements are in one file
 
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
@@ -28,7 +28,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def runs() -> list[int]:
-    """Number of runs of each algorithm since the last call."""
+    """How often each algorithm has run since the last call of this function."""
     counts = [DEVICE.hw_cpu_runs_of_algorithm(i) for i in range(3)]
     DEVICE.hw_cpu_set_algorithms(3)
     return counts
@@ -36,7 +36,7 @@ def runs() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def several_algorithms() -> Iterator[None]:
-    """Device with several algorithms, of which the last is the fastest."""
+    """Gives the CPU device several algorithms, of which the last is the fastest."""
     DEVICE.hw_cpu_set_algorithms(3)
     yield
     DEVICE.hw_cpu_set_algorithms(1)
@@ -62,7 +62,7 @@ def blocks(given: dict[str, np.ndarray], rank: int) -> list[np.ndarray]:
 
 
 def known(program: hw.Program) -> dict[str, int]:
-    """Number of the algorithm of each problem that the process has measured."""
+    """Index of the fastest algorithm for each problem that this process has measured."""
     return {problem: algorithm[0] for problem, algorithm in program.module.measured_algorithms().items()}
 
 
@@ -98,14 +98,14 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     kept = json.loads((folder / "algorithms.json").read_text())
     assert {problem: bytes.fromhex(kept[problem])[0] for problem in new} == new
 
-    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # pretends that another process measured
+    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # simulates measurements of another process
     replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(kept)))
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()
     np.testing.assert_array_equal(again.run(**given), wanted(**given))
     assert runs() == [0, 4, 0]
     (lookup(ENTRY) / "algorithms.json").write_text("{}")  # type: ignore[operator]
-    assert lookup(ENTRY) is None  # foreign entries are not used
+    assert lookup(ENTRY) is None  # a modified entry is not used
 
 
 def test_nothing_is_measured_unless_that_is_asked_for() -> None:
@@ -120,7 +120,7 @@ def test_nothing_is_measured_unless_that_is_asked_for() -> None:
 
 
 class Module:
-    """Functions of a program's module that handle algorithms."""
+    """The functions of a program's module that measure and select algorithms."""
 
     def __init__(self, **algorithms: int) -> None:
         self.algorithms = {problem: bytes([number]) * 64 for problem, number in algorithms.items()}

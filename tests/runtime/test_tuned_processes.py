@@ -1,4 +1,4 @@
-"""`Options(tune=True)` with ranks that are processes: they exchange algorithms exactly when all have new sizes."""
+"""`Options(tune=True)` with ranks that are processes: they exchange algorithms if and only if sizes are new on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_sizes_of_ranks import on_two_ranks
 
-pytestmark = pytest.mark.xdist_group("tuned")  # measurements share one file
+pytestmark = pytest.mark.xdist_group("tuned")  # all measurements are in one file
 
 SCRIPT = """
 import ctypes
@@ -46,5 +46,5 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 
 
 def test_one_rank_alone_binds_arrays_anew(tmp_path: Path) -> None:
-    """With a separate cache, so that measurements of other tests are unknown."""
+    """If only one rank binds new arrays, ranks exchange nothing. A separate cache has no measurements of other tests."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]
