@@ -1,4 +1,5 @@
-"""Programs with puts, gets and signals as CUDA graphs, on threads and processes: replayed, mixed with calls, and captured automatically."""
+"""Programs with puts, gets and signals as CUDA graphs, with ranks as threads and processes: replayed, mixed with calls, and captured
+automatically."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from hostweave.types.tensor import block_of
 torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
 
 LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
-NAMES = (*LOOPS, "exchanges", "permutes")  # the last two have all communications without loops
+NAMES = (*LOOPS, "exchanges", "permutes")  # the last two have all kinds of communication outside of loops
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= len(gpus())]
 REPLAYS = 4
 
@@ -45,7 +46,7 @@ def of_name(name: str, transport: str, ranks: int, graph: str | None = None) -> 
 
 
 class Arrays:
-    """Arrays of one rank for a program, with changing values."""
+    """Arrays of one rank for a program. Their values can be changed."""
 
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
@@ -73,14 +74,14 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """Replays with new values; calls in between, also with more memory than the graph has."""
+    """Replays with new values. Calls in between also need more memory than the graph."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)
     for seed in range(REPLAYS):
         arrays.fill(seed)
         arrays.expect(step())
-        step()  # in a row
+        step()  # consecutive launches
         arrays.expect(step())
         if seed % 2:
             other = larger if seed == 1 else arrays
@@ -90,7 +91,8 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """Graphs by agreement of the ranks, for arrays in a different order per rank; then larger sizes, and new arrays on one rank."""
+    """Ranks decide together to use graphs, although each passes its arrays in a different order. Then sizes grow, and one rank passes new
+    arrays."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
     first = program(*sets[0].given, group=group)

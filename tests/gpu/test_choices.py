@@ -1,4 +1,4 @@
-"""Chunk loops that the compiler chooses for this machine's GPUs, and the figures that it measures."""
+"""Chunk loops that the compiler chooses for the GPUs of this machine, and figures that `hostweave calibrate` measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in CUDA graphs: captured by torch and automatically, replayed between calls, and failed captures."""
+"""Programs in CUDA graphs: captured by torch or automatically, replayed between calls, and failed captures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mlp_on(ranks: int, **options: Any) -> hw.Program:
 
 
 def streamed_on(ranks: int) -> hw.Program:
-    """Pipelined gather with matmuls: side streams, events, sends and recvs."""
+    """A gather in a chunk loop with matmuls, which uses side streams, events, sends and recvs."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -45,7 +45,7 @@ def streamed_on(ranks: int) -> hw.Program:
 
 
 def layers_on(ranks: int) -> hw.Program:
-    """Two chunk loops with sends and recvs per layer, and two collectives, each of which forks and joins NCCL's stream."""
+    """Layers with two chunk loops of sends and recvs, and with two collectives. Each communication forks and joins NCCL's stream."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
     def layers(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -66,12 +66,12 @@ def what_layers_give(x: Any, up: Any, down: Any) -> tuple[Any, Any]:
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Integers of -1, 0 and 1 on the CPU: sums are exact, and all ranks generate the same ones."""
+    """Inputs of -1, 0 and 1, generated on the CPU. Sums are exact, and all ranks generate the same inputs."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 class Rank:
-    """The MLP's arrays on one rank, and its expected output."""
+    """Arrays of the MLP on one rank, and the expected output."""
 
     def __init__(self, rank: int, ranks: int, tokens: int = 16):
         self.device = torch.device("cuda", rank)
@@ -113,7 +113,7 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """100 replays with new inputs; in between calls of the same program on other streams, also with larger sizes."""
+    """100 replays with new inputs. Between them are calls of the same program on other streams, also with larger sizes."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -138,7 +138,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """NCCL's events are awaited and recorded around a launch instead of by nodes of the graph. Plain calls come in between."""
+    """A launch waits for NCCL's events and records them, instead of nodes of the graph. Normal calls are between launches."""
     program = layers_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -160,7 +160,7 @@ def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-# Rows, columns and depth of matmuls for which cuBLASLt uses split-k with zeroed counters or sums.
+# Rows, columns and inner dims of matmuls for which cuBLASLt uses split-k, with memsets of counters or sums.
 PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024), (2048, 3584, 512))
 
 
@@ -192,7 +192,8 @@ def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int])
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> None:
-    """Only the program orders them: a call on another stream waits for the launch before it, and vice versa."""
+    """The program orders launches and calls: a call on another stream waits for the previous launch, and a launch for the previous
+    call."""
     program = mlp_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -232,7 +233,7 @@ def test_calls_are_captured_by_themselves(ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
 def test_a_rank_that_does_not_launch() -> None:
-    """The watchdog ends the launches of the others, and names the call."""
+    """If a rank does not launch, the watchdog ends the launches of the other ranks, and names the call."""
     program, threads = mlp_on(2), hw.Threads(2)
     captured, failed = threading.Barrier(2), threading.Event()
 
@@ -245,7 +246,7 @@ def test_a_rank_that_does_not_launch() -> None:
             step = program.capture(mine.x, *mine.weights)
             expect(step(), want)
             captured.wait(60)
-            group.call_timeout = 3  # set after planning, which has the usual time limit
+            group.call_timeout = 3  # set after planning, for which the default time limit applies
             if rank == 1:
                 failed.wait(60)
                 return
@@ -266,10 +267,10 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
-    """Two programs and torch ops in one graph, replayed between calls; then a failing capture, and calls after it."""
+    """Replays a graph of two programs and torch ops between calls. Then a capture fails, and calls follow."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
-    for one in (program, other):  # before the capture: build, connect, allocate
+    for one in (program, other):  # builds, connects and allocates before the capture
         one(mine.x, *mine.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -299,7 +300,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
 
 
 def fails(program: hw.Program, mine: Rank) -> None:
-    """Capture with sizes that the program is not prepared for. torch ends the capture."""
+    """Captures with sizes for which the program is not prepared. torch ends the capture."""
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -319,7 +320,8 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 launches its graph later. Until then, the report of rank 0 names the line that waits, in the second launch as in the first."""
+    """Rank 1 launches its graph later. Until then, the report of rank 0 names the line that waits, both in the first and in the second
+    launch."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
 
@@ -381,7 +383,7 @@ def test_puts_in_a_graph(ranks: int) -> None:
 
 
 class Driver:
-    """Capture by the CUDA API itself."""
+    """Captures by calls of the CUDA driver API."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -470,7 +472,8 @@ def test_a_first_call_in_a_capture_says_so() -> None:
 
 
 def test_calls_go_on_while_another_thread_captures() -> None:
-    """torch's default capture mode forbids potentially unsafe calls on all threads; the watchdog's queries are allowed."""
+    """Calls work while another thread captures in torch's default mode, which forbids unsafe calls on all threads. The queries of the
+    watchdog are allowed."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:

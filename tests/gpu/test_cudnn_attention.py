@@ -1,4 +1,4 @@
-"""cuDNN attention on one GPU against PyTorch in float32: masks, groups, layouts, head sizes, and few rows."""
+"""Attention by cuDNN on one GPU, compared with PyTorch in float32: masks, groups, layouts, head sizes, and few rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOW = 100
 
 @cache
 def masks(t: DType, size: int, group: int) -> Fusion:
-    """Masks in the usual order of dims of heads, and in [S, B, H, D]."""
+    """Program with each mask, for operands in [B, H, S, D] and in [S, B, H, D]."""
 
     @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
     def masks(q, k, v):  # type: ignore[no-untyped-def]
@@ -38,7 +38,8 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """One group, so the stride of a dim is arbitrary: a projection that contains 8 heads of the query, the key and the value."""
+    """Attention to one head of keys, whose stride along heads is arbitrary: one projection contains 8 heads of queries, the key and the
+    value."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -84,7 +85,7 @@ def test_operands_that_are_not_aligned() -> None:
     memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
     value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
     group = hw.init()
-    with pytest.raises(ExecutionError, match="misaligned address"):  # `run` would copy it to an aligned address
+    with pytest.raises(ExecutionError, match="misaligned address"):  # `run` would copy the array to an aligned address
         compiled(masks(hw.bf16, 128, 8), "cuda")(memory, memory[:, :1].clone(), value, group=group)
     group.close()
 
@@ -102,7 +103,7 @@ def cached(t: DType, rows: int, size: int) -> Fusion:
 
 @pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
 def test_lengths(rows: int, dtype: DType, size: int) -> None:
-    """Tokens against a partially filled cache; a row without columns gives zeros."""
+    """Attention of tokens to a partially filled cache. The result of a row that attends to no column is zeros."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
@@ -169,7 +170,7 @@ def test_gradients(dtype: DType, size: int, group: int) -> None:
 
 
 def test_gradients_with_lengths() -> None:
-    """Gradients of invalid columns are zero."""
+    """With lengths, gradients of invalid columns are zero."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
 
@@ -193,9 +194,9 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_diagonals_beside_the_corners(diagonal: int) -> None:
-    """Diagonals of a rank's rows or keys: the first rows may attend to nothing, the last ones to everything.
+    """Diagonals as for the rows or keys of one rank: the first rows may attend to no column, and the last rows to all columns.
 
-    No row attends to the last columns.
+    The last columns are attended to by no row.
     """
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
@@ -242,7 +243,7 @@ def test_parts_of_merged_projections(batch: int) -> None:
     ],
 )
 def test_errors(type: str, operand: str, why: str) -> None:
-    """Errors of host IR only: fusions are decomposed for such heads, and such operands are copied."""
+    """Errors that only handwritten host IR can cause, because fusions decompose attention with such heads, and copy such operands."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
     result = type.rpartition(",")[0] + f", {size}]"
@@ -256,7 +257,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_what_cudnn_has_not() -> None:
-    """Rows of a rank that begin in the middle, with lengths; and misaligned operands, which are copied."""
+    """Cases without cuDNN: lengths with rows that do not start at row 0. Misaligned operands are copied."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
@@ -284,7 +285,7 @@ def test_what_cudnn_has_not() -> None:
 
 @cache
 def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> Fusion:
-    """Operands and results with an order of dims other than [B, H, S, D]."""
+    """Program of packed sequences, whose operands and results have this order of dims."""
     back = tuple(order.index(dim) for dim in range(4))
 
     def laid(heads: int) -> Any:
@@ -314,7 +315,7 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
     ],
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
-    """Packed sequences by cuDNN and by this package's kernels, with empty sequences and tokens outside sequences."""
+    """Packed sequences by cuDNN and by Hostweave's kernels, with empty sequences, and tokens outside of sequences."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)

@@ -1,4 +1,5 @@
-"""Grouped matmuls on one GPU: close to float64 for every routing, layout and tile; captured with offsets that change between replays."""
+"""Grouped matmuls on one GPU: results close to float64 for every routing, layout and tile, and graphs in which offsets change between
+replays."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Unit roundoff of the sums, and of the rounded result, and half of the smallest subnormal. A sum of n products is within n units of the
-# sum of their absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow: 2.2).
+# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number. A sum of n products is within n units of the sum
+# of their absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow: 2.2).
 UNITS = {
     hw.f64: (2.0**-53, 0.0, 0.0),
     hw.f32: (2.0**-24, 0.0, 0.0),
     hw.f16: (2.0**-24, 2.0**-11, 2.0**-25),
     hw.bf16: (2.0**-24, 2.0**-8, 0.0),
 }
-# Rows, experts, K and N. Tiles do not divide 264 and 392. The last sizes are odd, so that nothing is aligned.
+# Rows, experts, K and N. 264 and 392 are not multiples of tiles. The last sizes are odd, so that operands are not aligned.
 SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (2100, 8, 264, 392), (200, 5, 67, 129), (333, 5, 67, 129)]
 
 
@@ -77,7 +78,7 @@ def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> 
 
 
 def test_offsets_change_between_replays() -> None:
-    """The host does not read offsets: a graph that was captured once is right for others."""
+    """The host does not read offsets, so a captured graph gives right results for other offsets."""
     torch: Any = pytest.importorskip("torch", reason="whose tensors are changed: pip install torch")
     compiled, (t, experts, k, n) = program(hw.bf16), SIZES[1]
     x, w, v, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((t, k), (experts, k, n), (experts, n, k), (t, n)))

@@ -1,4 +1,4 @@
-"""Reports of hangs on GPUs. Two ranks are processes on one GPU, which signal each other by transport `peer`."""
+"""Reports of hangs on GPUs. Two ranks are processes that use one GPU, and signal each other by transport `peer`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gathered_by_puts(x, w):
 
 
 def with_fault(folder: Path) -> hw.Program:
-    """The program. Rank 1 drops a signal if the environment requests it."""
+    """The program, in which rank 1 omits a signal if an environment variable is set."""
     os.environ["HOSTWEAVE_EDIT"] = str(folder)
     options = hw.Options(transport="peer")
     _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder
@@ -46,7 +46,7 @@ def with_fault(folder: Path) -> hw.Program:
 
 
 def hang(folder: str, how: str) -> None:
-    """One rank: correct calls, then a call that hangs on rank 0. Prints the error of the group."""
+    """Runs one rank: correct calls, and then a call that hangs on rank 0. Prints the error of the group."""
     import torch
 
     group = hw.init(hw.Environment(), timeout=120, call_timeout=4, device=0)
@@ -74,7 +74,7 @@ def hang(folder: str, how: str) -> None:
 
 
 def report_of(folder: Path, how: str) -> str:
-    """The report that rank 0 writes."""
+    """The report that rank 0 prints."""
     pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -95,7 +95,7 @@ def report_of(folder: Path, how: str) -> str:
 
 
 def test_a_signal_that_is_lost(tmp_path: Path) -> None:
-    """The report names the signal, and the rank that owes it."""
+    """The report names the signal, and the rank that should have sent it."""
     report = report_of(tmp_path, "signal")
     assert "call 2 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 0: gathered_by_puts: 2 calls, 1 done" in report, report
@@ -108,8 +108,7 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report says which launch is not done, and how to see more. If graphs record their progress, it names the instructions, as for a
-    call."""
+    """The report names the unfinished launch, and the variable that enables details. With this variable it names lines, as for a call."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
@@ -148,7 +147,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
 def test_a_process_ends_while_it_makes_channels() -> None:
-    """Threads that nobody joins are inside NCCL then."""
+    """The process can exit while threads that were not joined are in calls of NCCL."""
     delays = ("0.1", "0.3", "0.5", "0.7", "0.9", "1.2")
     command = [sys.executable, "-c", ENDS]
     started = [subprocess.Popen([*command, delay], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for delay in delays]

@@ -1,4 +1,4 @@
-"""`argsort` and `top_k` on a GPU against NumPy's stable sort: ties, NaNs and zeros, all kinds of dtypes, row lengths around the
+"""`argsort` and `top_k` on a GPU, compared with NumPy's stable sort: ties, NaNs and zeros, all kinds of dtypes, and row lengths near the
 tile size.
 """
 
@@ -19,7 +19,7 @@ DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
 TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))
 SHAPES = ((3, 1), (5, 7), (300, 33), (2, 2048), (2, 2049), (3, 5000), (2, 40_000))
 KINDS = ("random", "ties", "nan", "same")
-LARGE = 40_000  # a full sort would take long
+LARGE = 40_000  # rows for which a full sort would take long
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -53,7 +53,7 @@ def test_long_rows_by_all_blocks(dtype: str) -> None:
         for kind in KINDS:
             x = rows(dtype, shape, kind)
             up, down = order(x, False), order(x, True)
-            for _ in range(3):  # counters must be reset for the next launch
+            for _ in range(3):  # a launch must reset its counters for the next launch
                 first, values, some = (got.cpu() for got in program.run(x.cuda()))
             np.testing.assert_array_equal(first.numpy(), up, err_msg=f"{shape} {kind}")
             np.testing.assert_array_equal(some.numpy(), down[:, :2500], err_msg=f"{shape} {kind}")
@@ -91,7 +91,7 @@ def test_group_order(groups: int) -> None:
 
     program = hw.compile(ordered, target="cuda")
     for shape in ((1, 1), (3, 7), (2, 1025), (1, 2048), (1, 65_537)):
-        for most in (1, groups + 1):  # all in one group, or random
+        for most in (1, groups + 1):  # all elements in one group, or in random groups
             x = torch.from_numpy(np.random.default_rng(0).integers(0, most, shape).astype(np.int32))
             wanted = OPS["group_order"].numpy(np, x.numpy(), axis=1, groups=groups)
             rows, columns = (got.cpu().numpy() for got in program.run(x.cuda()))

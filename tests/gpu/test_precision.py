@@ -1,4 +1,4 @@
-"""Options(tf32=True) on one GPU: closer to f32 than f16 is, and not f32."""
+"""Options(tf32=True) on one GPU: more accurate than f16, and less accurate than f32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 
 
 def test_tf32() -> None:
-    """The error is between those of f32 and f16: operands have 11 significant bits, sums 24."""
+    """The error is between those of f16 and f32, because operands have 11 significant bits, and sums 24."""
 
     @hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"], b=hw.f32["N"])
     def product(x, w, b):  # type: ignore[no-untyped-def]

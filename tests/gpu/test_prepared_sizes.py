@@ -1,4 +1,4 @@
-"""`program.prepare` on a GPU: a server with varying sizes plans and allocates nothing while it serves."""
+"""`program.prepare` on a GPU: afterwards, calls with varying sizes neither plan nor allocate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
         grown = []
-        for _ in range(8):  # a leak grows in each round; other processes may allocate memory in some rounds
+        for _ in range(8):  # a leak grows in every round; allocations of other processes do so only in some rounds
             before = torch.cuda.mem_get_info()[0], resident_bytes()
             for i, rows in enumerate(order):
                 model(x[:rows], out=out[:rows])

@@ -1,4 +1,4 @@
-"""The same programs on all available GPUs, and GPU-specific behaviour: devices, streams of other libraries, memory."""
+"""Programs of the CPU tests on all available GPUs, and behaviour that is specific to GPUs: devices, streams of other libraries, memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture
 def built(request: pytest.FixtureRequest) -> None:
-    """Compiles the programs of tests that this worker runs together, in parallel."""
+    """Compiles the programs of all tests that this worker will run, in parallel."""
     together = request.node.get_closest_marker("xdist_group")
     items = [item for item in request.session.items if item.get_closest_marker("xdist_group") == together]
     calls = [getattr(item, "callspec", None) for item in items]
@@ -149,7 +149,7 @@ def test_the_current_stream_of_torch_is_waited_for() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(0)):
         late = torch.zeros_like(x)
-        torch.cuda._sleep(300_000_000)  # clocks: a fraction of a second
+        torch.cuda._sleep(300_000_000)  # cycles, for a fraction of a second
         late += x
         y = program.run(x=late, w=w)
         np.testing.assert_array_equal(y.cpu().numpy(), want)
@@ -194,7 +194,7 @@ def test_calls_in_flight_on_gpus_that_take_everything_from_one_queue() -> None:
 
 @hw.fusion(x=hw.f32["M", "N"])
 def back_and_forth(x):
-    """Every kernel reads data that all blocks of the previous kernel wrote, some of which end late."""
+    """Program in which every kernel reads data that all blocks of the previous kernel wrote. Some blocks end late."""
     for _ in range(8):
         x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
         x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
@@ -202,7 +202,8 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
-    """16 kernels per call, three calls in flight, over memory full of NaN."""
+    """Kernels with programmatic launch wait for the previous kernel: 16 kernels per call, three calls in flight, and memory that is
+    NaN."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
@@ -224,7 +225,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
     fusion = fusion_of("matmul_ar_flat", ALL, 3, hw.f32)
     sizes = {"M": 3 * 2048, "K": ALL, "N": 4096}
     small, large = (integer_arrays(fusion, s, seed=0) for s in (sizes_of(fusion), sizes))
-    compiled(fusion, "cuda").run(**large)  # warm-up: contexts, and NCCL buffers for this size
+    compiled(fusion, "cuda").run(**large)  # warm-up, which creates contexts and NCCL's buffers for this size
     output = 4 * sizes["M"] * sizes["N"]
 
     def takes_and_frees(program: hw.Program) -> bool:
@@ -236,7 +237,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
         return takes and all(b - a < output / 8 for b, a in zip(before, free(), strict=True))
 
     programs = (hw.compile(fusion, target="cuda") for _ in range(64))
-    program = next(filter(takes_and_frees, programs), None)  # other processes take memory of these GPUs in many rounds
+    program = next(filter(takes_and_frees, programs), None)  # in many rounds other processes allocate memory of these GPUs
     assert program is not None
     with pytest.raises(ExecutionError) as error:
         program.run(**small)
@@ -315,7 +316,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
-    """Memory that torch's allocator returned for the current or given stream is reused on that stream only."""
+    """Memory of outputs comes from torch's allocator for the stream of the call, which reuses it only on that stream."""
     torch = pytest.importorskip("torch", reason="whose streams the test uses: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])

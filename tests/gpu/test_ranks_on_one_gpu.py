@@ -1,4 +1,5 @@
-"""Two ranks on one GPU with transport `peer`, since NCCL does not support this: processes make calls and graphs; threads are refused."""
+"""Two ranks on one GPU, with transport `peer`, because NCCL does not support this. Processes can make calls and graphs; threads are
+refused."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
 
 
 def compare(fusion: Fusion, group: Group) -> None:
-    """Compares one rank's calls, and replays of their graph, with the reference."""
+    """Compares the calls of one rank, and replays of their graph, with the reference."""
     import torch
 
     torch.cuda.set_device(0)

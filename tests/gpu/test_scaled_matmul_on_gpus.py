@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats on one GPU: close to float64, and as accurate as torch._scaled_mm with the same scales."""
+"""Scaled matmuls of 8-bit floats on one GPU: results are close to float64, and as accurate as torch._scaled_mm with the same scales."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Cases for the few-rows kernel (up to 16 rows): blocks of 256 and of 512 threads, and depths below a step of all warps.
+# Cases for the kernel of few rows (up to 16): blocks of 256 and of 512 threads, and inner dims smaller than a step of all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
 OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
 
 
 def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
-    """Largest error of each element: rounding, and for each step of 32 products the bits below the 14th of the largest term.
+    """Largest possible error of each element: rounding, and truncation of each step of 32 products to 14 bits of its largest term.
 
-    `terms` [M, N] holds the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measures these 14 bits on
-    Hopper. A step truncates 33 terms, each by less than 2^-13 of the largest one.
+    `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
+    Hopper. A step truncates 33 terms, each by less than 2^-13 of the largest term.
     """
     return OUT[out] * abs(exact) + k / 32 * 2.0**-13 * terms
 
@@ -92,7 +92,7 @@ def test_quantised_and_transposed_by_one_kernel() -> None:
 
 
 def test_two_gpus() -> None:
-    """Operands gathered in a chunk loop by put, and results scattered."""
+    """Operands are gathered in a put loop, and results are reduce-scattered."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512
@@ -112,7 +112,7 @@ def test_two_gpus() -> None:
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p", "ring"])
 def test_quantised_rows_travel_with_their_scales(algorithm: str) -> None:
-    """Powers of 2 up to 8 in rows that contain 8 are quantised exactly."""
+    """Values and scales are gathered together. Rows have powers of 2 up to 8, and contain 8, so they are quantised exactly."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512

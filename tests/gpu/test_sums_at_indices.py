@@ -1,4 +1,5 @@
-"""`scatter_add` and `scatter` on a GPU against NumPy: shared and separate indices per lane, full and partial warps, ranges of ranks."""
+"""`scatter_add` and `scatter` on a GPU, compared with NumPy: the same or different indices per thread, full and partial warps, ranges of
+rows of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize(("tokens", "rows", "width"), [(1, 1, 1), (33, 40, 31), (100, 7, 96), (1000, 300, 257), (4096, 1024, 512)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_sums_at_indices(tokens: int, rows: int, width: int, shared: bool) -> None:
-    """Exact integer sums, and the last of several writes to one place."""
+    """Sums of integers are exact, and the last of several writes to one position is kept."""
     index = hw.i64["T", 1 if shared else "E"]
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["V", "E"], index=index, source=hw.f32["T", "E"])

@@ -1,4 +1,4 @@
-"""Sums of few rows by one kernel and of more rows by two, and shards of an iota, on GPUs."""
+"""Sums by one kernel for few rows and by two kernels for more rows, and shards of an iota, on GPUs."""
 
 from __future__ import annotations
 

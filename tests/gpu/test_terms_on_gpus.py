@@ -1,4 +1,4 @@
-"""All-reduces inside kernels on GPUs: sums, captured and not, several calls in flight, and a rank that never comes."""
+"""All-reduces inside kernels on GPUs: results, with and without a graph, several calls in flight, and a missing rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
 
 
 def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """y = x + all_reduce(p), and a kernel that begins with its row sums, so that it reads the sum twice."""
+    """Program with y = x + all_reduce(p), and with a kernel that first computes row sums, so that it reads the sum twice."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
     def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -36,7 +36,7 @@ def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> 
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Integers of -1, 0 and 1 on the CPU: sums are exact, and all ranks generate the same ones."""
+    """Inputs of -1, 0 and 1, generated on the CPU. Sums are exact, and all ranks generate the same inputs."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -77,7 +77,7 @@ def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: hw.DType) -> None:
-    """Rows that fill packets and rows that do not, up to the maximum size and beyond, where NCCL reduces."""
+    """Rows whose elements do or do not fill packets, up to the largest size, and beyond it, where NCCL reduces."""
     programs = [(width, reducing(width, dtype)) for width in (8192, 96, 31)]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -92,7 +92,8 @@ def test_sums(dtype: hw.DType) -> None:
 
 
 def test_as_nccl_rounds() -> None:
-    """On two ranks a sum can be rounded in only one way. On more, each addition may round by half a unit of the partial sum."""
+    """On two ranks the result equals NCCL's. On more ranks, each addition may round by half a unit in the last place of the partial
+    sum."""
     programs = [reducing(8192), reducing(8192, transport="two_sided")]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -108,7 +109,8 @@ def test_as_nccl_rounds() -> None:
 
 
 def test_captured_and_not_with_many_in_flight() -> None:
-    """Launches of two graphs and calls of two programs of several sizes, without waits in between; packets are still counted correctly."""
+    """Launches of two graphs, and calls of two programs with several sizes, without waits in between. Numbers of exchanges must stay
+    consistent."""
     program, other = reducing(8192), reducing(256)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -139,7 +141,7 @@ def test_captured_and_not_with_many_in_flight() -> None:
 
 
 def test_a_rank_that_never_comes() -> None:
-    """Kernels that wait for it end when the call is aborted, and the GPU is usable afterwards."""
+    """Kernels that wait for a missing rank end when the call is aborted, and the GPU is usable afterwards."""
     program = reducing(8192)
     ended = threading.Event()
 
@@ -150,7 +152,7 @@ def test_a_rank_that_never_comes() -> None:
         expect(step(), want)
         if rank == 0:
             step()
-            torch.cuda.synchronize()  # until the watchdog aborts the wait
+            torch.cuda.synchronize()  # blocks until the watchdog aborts the kernel's wait
             with pytest.raises(ExecutionError, match="is not done after 5 seconds"):
                 group.check()
             ended.set()

@@ -1,4 +1,4 @@
-"""`Options(tune=True)` on GPUs: matmuls by measured algorithms, the same on all ranks, reused from the cache."""
+"""`Options(tune=True)` on GPUs: matmuls use measured algorithms, which are the same on all ranks, and are read from the cache later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tuned_products(ranks: int) -> None:
             parts = [h @ d for h, d in zip(hidden.chunk(ranks, 1), down.float().chunk(ranks), strict=True)]
             result = program(x[:rows].cuda(), *mine)
             wanted = sum(part.bfloat16().float() for part in parts).bfloat16()
-            torch.testing.assert_close(result.cpu(), wanted, rtol=0, atol=0)  # integers, which must be exact
+            torch.testing.assert_close(result.cpu(), wanted, rtol=0, atol=0)  # inputs are integers, so results are exact
         group.close()
 
     def measured() -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Programs whose ranks access each other's memory, on GPUs of one host; transport one_sided with NCCL 2.29 or later."""
+"""Programs in which ranks access each other's memory, on GPUs of one host. Transport one_sided is tested with NCCL 2.29 or later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
-    """Memory grows between calls and is full of NaN before each; several calls are in flight."""
+    """Memory grows between calls, and is NaN before each call. Several calls are in flight."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
@@ -53,7 +53,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
-    """Communication outside loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
+    """Communication outside of loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has nobody to communicate with")
@@ -77,7 +77,7 @@ def test_programs_take_turns_on_one_channel(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_torch_tensors_of_a_layer(ranks: int) -> None:
-    """Sizes at which copies and matmuls overlap for long."""
+    """Sizes are so large that copies and matmuls overlap for a long time."""
     torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     for name in ("ag_matmul_put", "matmul_rs_put"):
         fusion = fusion_of(name, ranks, 3, hw.bf16)

@@ -1,4 +1,4 @@
-"""Randomly changed or huge text of either IR gives a program, or a ProgramError with its place, in bounded time."""
+"""Text of either IR with random changes or huge sizes gives a program, or a ProgramError with a location, in bounded time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_host(source: str) -> HostProgram:
 
 
 def mutated(source: str, draw: random.Random) -> str:
-    """Text with some tokens deleted, doubled, swapped, or replaced by others."""
+    """Text with some tokens deleted, doubled, swapped or replaced."""
     tokens = TOKEN.findall(source)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         at, other = (draw.randrange(len(tokens)) for _ in range(2))
@@ -75,7 +75,7 @@ def mutated(source: str, draw: random.Random) -> str:
 
 
 def expect_a_program_or_an_error(read: Callable[[str], Fusion | HostProgram], source: str) -> bool:
-    """Returns True if the text is a program. A program must survive printing and parsing."""
+    """True if the text is a program. Fails if the printed program does not parse to the same program."""
     start = time.monotonic()
     try:
         program = read(source)

@@ -1,4 +1,4 @@
-"""Hand-written host programs give NumPy's results in every rank's copy of the output."""
+"""The interpreter gives NumPy's results for handwritten host programs, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rewriting of host programs: rules on rewritten bodies, and edits of single instructions, also inside other edited ones."""
+"""Rewriting of host programs: rules are applied to rewritten bodies. Single instructions can be edited, also inside other edited
+instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) str
 
 
 def the(kind: type[tree.Instruction]) -> tuple[int, tree.Instruction]:
-    """First instruction of its kind, with its position."""
+    """First instruction of a kind, and its position."""
     return next((number, i) for number, i in enumerate(tree.walk(PROGRAM.body)) if isinstance(i, kind))
 
 
@@ -55,7 +56,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_is_of_one_place() -> None:
-    """Holds even if one object occurs twice: a pass may repeat an instruction."""
+    """An edit changes one position, even if the same object is at another position, because a pass may repeat an instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
@@ -63,7 +64,7 @@ def test_an_edit_is_of_one_place() -> None:
 
 
 def test_a_rule_that_gives_what_compares_equal() -> None:
-    """0.0 == -0.0, and comparison of instructions ignores locations; nested rules take effect nevertheless."""
+    """A rule takes effect even if its result compares equal: 0.0 == -0.0, and comparison of instructions ignores locations."""
     negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
     assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
     place = Location("elsewhere", 1)

@@ -1,4 +1,4 @@
-"""Text of host programs: printing and parsing are inverse; invalid text raises ParseError with a place, never another exception."""
+"""Text of host programs: printing and parsing are inverse. Invalid text raises ParseError with a location, and no other exception."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_percent_at_the_start_of_a_line_is_a_name() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_expressions(seed: int) -> None:
-    """Printed text has the same value as the expression."""
+    """The printed text of an expression parses to an expression with the same value."""
     draw = random.Random(seed)
 
     def expr(depth: int) -> Expr:
@@ -161,14 +161,14 @@ TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
 def test_truncated_text() -> None:
     tokens = TOKEN.findall(EVERYTHING.rstrip())
     for end in range(len(tokens)):
-        if end == 0 or not tokens[end - 1].isspace():  # the text including the space has the same meaning
+        if end == 0 or not tokens[end - 1].isspace():  # with the space after it, the text has the same meaning
             with pytest.raises(ParseError):
                 HostProgram.parse("".join(tokens[:end]))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
 def test_garbled_text(name: str) -> None:
-    """A token that is lost, doubled or replaced gives a program or an error with a place, and no other exception."""
+    """If a token is deleted, doubled or replaced, the text is a program, or there is an error with a location, and no other exception."""
     tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
     draw = random.Random(name)
     for _ in range(400):

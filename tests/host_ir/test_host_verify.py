@@ -1,4 +1,4 @@
-"""One invalid example for each rule of host programs, with its exact message."""
+"""One invalid host program for each rule of the verifier, and the exact message."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_body(body: str) -> None:
 
 
 def test_a_condition_on_what_a_rank_holds() -> None:
-    """Passes can construct it, but text cannot express it."""
+    """A pass could construct such a condition, but text cannot express it."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective is not allowed under `if local\(M, x\) == 0`, which differs between ranks"):

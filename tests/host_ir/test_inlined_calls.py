@@ -1,4 +1,4 @@
-"""Host programs with functions: inlining of calls, and splitting into bodies and joining them."""
+"""Host programs with functions: calls are inlined, and a program is split into bodies and joined again."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 
 def test_inlined() -> None:
-    """Each call has its own memory: memory that lives to the end of a block is deallocated there, and the next call may reuse it."""
+    """Each inlined call has separate memory. Memory that lives to the end of a block is deallocated there, and the next call may reuse
+    it."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)
@@ -99,7 +100,7 @@ def test_inlined() -> None:
 
 
 def test_donated_arguments() -> None:
-    """A donated argument and the result in its memory keep separate names, because they name different contents."""
+    """A donated argument and the result in its memory keep separate names, because they are different values."""
     text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
   copy %u -> %y
 }

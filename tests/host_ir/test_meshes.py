@@ -1,4 +1,4 @@
-"""Meshes of some of the ranks in both IRs: names, allowed operations, and messages of the verifiers."""
+"""Meshes of some of the ranks in both IRs: text, allowed operations, and messages of the verifiers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
 
 
 def test_all_ranks_in_other_axes() -> None:
-    """A mesh with as many ranks as the program contains all of them; the program's own mesh has no name."""
+    """A mesh with all ranks and different axes has a name. The mesh of the program has no name."""
 
     @hw.fusion(mesh=LINE, x=hw.f32["M@dp", "K@tp"].on(Mesh(dp=2, tp=2)), y=hw.f32["M@x"].on(LINE), z=hw.f32["M@x"].on(LINE.ranks(range(4))))
     def f(x, y, z):
@@ -191,7 +191,7 @@ def test_the_verifier_looks_at_meshes() -> None:
 
 
 def test_what_some_ranks_hold_of_a_dim() -> None:
-    """The name of a local size includes its mesh, and is parsed back."""
+    """The text of a local size includes its mesh, and can be parsed."""
     lines = {
         "local(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),
         "local(M, x on ranks 1..4)": hw.f32["M@x"].on(LINE.ranks([1, 2, 3])),

@@ -1,5 +1,5 @@
-// Runs ag_matmul_p2p under many schedules: three calls back to back, with inputs produced and outputs
-// consumed on the caller's stream, and nothing in between that would synchronise.
+// Runs ag_matmul_p2p in many schedules. It makes three consecutive calls, without synchronisation between them. The caller's
+// stream writes the inputs and reads the outputs.
 //   ag_matmul parallel|uniform|pct|hosts|mixed FIRST_SEED SEEDS [key=value ...]
 // keys: ranks, fork, join, next (what to leave out), ordered, buffered, check (of hw_cpu_config)
 // Prints one line: right, wrong and reported runs, and whether the first seed gave the same schedule twice.
@@ -25,7 +25,7 @@ struct Case {
   std::vector<float> x, w, y;
 };
 
-Case make_case(std::uint64_t seed) {  // small integers, so that bf16 is exact
+Case make_case(std::uint64_t seed) {  // small integers, which are exact in bf16
   std::mt19937_64 random(seed);
   Case c{std::vector<float>(M * K), std::vector<float>(K * N), std::vector<float>(M * N)};
   for (auto* v : {&c.x, &c.w})

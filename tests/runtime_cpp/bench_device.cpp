@@ -1,4 +1,4 @@
-// Benchmark of the CPU device: matmul against direct OpenBLAS calls, and the overhead of an op.
+// Benchmark of the CPU device: a matmul compared with direct OpenBLAS calls, and the overhead of an operation.
 #include <algorithm>
 #include <chrono>
 

@@ -13,7 +13,7 @@ ncclUniqueId new_id() {
   return id;
 }
 
-// The communicators of devices 0 to count - 1, made by one thread.
+// Communicators of devices 0 to count - 1, created by one thread.
 void init_all(ncclComm_t* comms, int count) {
   const ncclUniqueId id = new_id();
   OK(ncclGroupStart());
@@ -43,7 +43,7 @@ void upload(float* to, std::vector<float> from, cudaStream_t stream) {
   OK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(float), cudaMemcpyHostToDevice, stream));
 }
 
-// The report of a run that must fail, in this mode.
+// Report of a run that must fail in this mode.
 std::string report_of(int mode, int ranks, const std::function<void(int, ncclComm_t)>& body, hw_cpu_config* given = nullptr) {
   configure(given ? *given : config_of(mode, ranks, 2));
   const ncclUniqueId id = new_id();
@@ -291,7 +291,7 @@ TEST(sends_outside_a_group_block) {
     const std::string report = report_of(mode, 2, exchange, &config);
     EXPECT_IN("rank 0 stream 1: send x over x", report);
     EXPECT_IN("waits for rank 1", report);
-    config.buffered_sends = 1;  // a small message would fit into NCCL's buffers, and the same program ends
+    config.buffered_sends = 1;  // with buffering, as in NCCL for small messages, the same program ends
     configure(config);
     const ncclUniqueId id = new_id();
     const std::string error = run_ranks(2, [&](int r) {
@@ -336,7 +336,7 @@ TEST(ordered_launches_find_deadlocks_across_streams) {
 }
 
 TEST(communications_over_two_channels_must_be_ordered) {
-  // Communications of one channel need no further order. An event orders the others.
+  // Communications of one channel need no additional order. An event orders those of different channels.
   const auto program = [](bool ordered) {
     return [ordered](int r, ncclComm_t comm) {
       ncclComm_t other;
@@ -381,7 +381,7 @@ TEST(a_rank_that_never_comes) {
     configure(config);
     const ncclUniqueId id = new_id();
     ncclComm_t comm;
-    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // not attached, so the other ranks are unknown
+    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // the thread is not attached, so other ranks are unknown
     EXPECT_IN("no progress for", hw_cpu_last_report());
     EXPECT_IN("all 2 ranks of", hw_cpu_last_report());
     configure(config);  // clears the failure
@@ -412,7 +412,7 @@ TEST(bad_arguments) {
   const Buffer x(4);
   EXPECT(ncclAllReduce(far, x, 4, ncclFloat32, ncclSum, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT_IN("memory of device 1 in an op of device 0", ncclGetLastError(comms[0]));
-  EXPECT(ncclAllGather(x, x, 4, ncclFloat32, comms[0], nullptr) == ncclInvalidArgument);  // runs past the end
+  EXPECT(ncclAllGather(x, x, 4, ncclFloat32, comms[0], nullptr) == ncclInvalidArgument);  // the result exceeds the buffer
   EXPECT(ncclSend(x, 4, ncclFloat32, 2, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT(ncclBroadcast(x, x, 4, ncclFloat32, -1, comms[0], nullptr) == ncclInvalidArgument);
   EXPECT(ncclAllReduce(x, x, 4, ncclNumTypes, ncclSum, comms[0], nullptr) == ncclInvalidUsage);

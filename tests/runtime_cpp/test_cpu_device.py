@@ -1,4 +1,4 @@
-"""CPU device, tested by C++ programs that use it like a generated program."""
+"""Tests the CPU device with C++ programs that use it like generated programs."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
 HERE = Path(__file__).resolve().parent
-pytestmark = pytest.mark.xdist_group("cpu_device")  # compiles its programs once
+pytestmark = pytest.mark.xdist_group("cpu_device")  # so that one worker compiles the programs once
 FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
 
 
@@ -32,7 +32,7 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """Installed library of the device, with the flags to compile and link programs."""
+    """Installed library of the CPU device, and the flags to compile and link programs with it."""
 
     def __init__(self, folder: Path) -> None:
         require_native()
@@ -56,7 +56,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     names = ("staging", "instance", "straighten_cpu", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in names]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams", "background")]
-    merged = device.folder / f"{suite}_merged.cpp"  # merged, to parse the standard headers once
+    merged = device.folder / f"{suite}_merged.cpp"  # one file, so that the standard headers are parsed once
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
     folders = [f"-I{RUNTIME / folder}" for folder in ("include", "driver/include", "driver/src")]
     options = [*read_first, *folders, "-Wno-subobject-linkage"]
@@ -64,7 +64,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Builds the CUDA version against a fake runtime on plain data, with nodes of unknown kinds."""
+    """Builds straighten_cuda.cpp with a fake CUDA runtime, whose graphs are plain data and have nodes of unknown kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]
@@ -81,7 +81,7 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """Device with programs that the session builds once in its cache; workers wait for the one that builds."""
+    """The device and its test programs. One worker builds them in the cache of the session, and the others wait."""
     return Device(get_or_make("cpu_device", build_all))
 
 
@@ -109,7 +109,7 @@ DROPPED = [f"{what}={stream}" for what in ("fork", "join") for stream in range(4
 @pytest.mark.parametrize("dropped", DROPPED)
 def test_dropped_wait_gives_wrong_answers(device: Device, dropped: str, ordered: int) -> None:
     outcome, _ = ag_matmul(device, 4, "mixed", "0", "40", dropped, f"ordered={ordered}", "check=0")
-    redundant = ordered == 1 and dropped in ("fork=2", "fork=3")  # streams 0 and 1 have ordered the communicator already
+    redundant = ordered == 1 and dropped in ("fork=2", "fork=3")  # streams 0 and 1 already order the communicator
     assert (outcome["wrong"] > 0) != redundant
 
 
@@ -124,7 +124,7 @@ def test_dropped_wait_is_reported_in_every_run(device: Device, dropped: str, ord
 
 
 def real_include_folders() -> list[Path]:
-    """Folders with the real CUDA, NCCL and cuBLASLt headers, of a toolkit or of pip wheels; [] if any is missing."""
+    """Folders with the headers of CUDA, NCCL and cuBLASLt, from a toolkit or pip wheels, or [] if any is missing."""
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     wheels = [Path(folder) / "nvidia" for folder in sys.path]
     candidates = toolkits + [found for wheel in wheels for pattern in ("*/include", "*/*/include") for found in wheel.glob(pattern)]

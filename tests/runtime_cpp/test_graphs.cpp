@@ -25,7 +25,7 @@ cudaError_t add_one(float* to, cudaStream_t stream) {
   return hw_cpu_launch("add_one", stream, [](void* closure) { ++**static_cast<float**>(closure); }, &to, sizeof to, ranges, 2);
 }
 
-// Expects an error of a capture, and that the stream is usable afterwards.
+// Tests that a capture fails, and that the stream is usable afterwards.
 void expect_invalid(const Stream& stream, cudaError_t got, cudaError_t wanted) {
   EXPECT(got == wanted);
   cudaGraph_t graph = nullptr;

@@ -15,7 +15,7 @@ namespace {
 struct OfRows : hw::Attentions {
   using Attentions::Attentions;
 
-  // Plan that a call on the stream uses, for this number of rows.
+  // The plan that a call on this stream uses for this number of rows.
   std::weak_ptr<const Plans::Plan> plan_of(int64_t rows, cudaStream_t stream) {
     const hw::Heads x{.rows = rows, .size = 8, .row_stride = 8};
     plans_->prepare({x, x, x, x, 0, std::nullopt});
@@ -43,7 +43,7 @@ TEST(a_plan_that_a_graph_uses_is_not_evicted) {
 
 TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
   hw_cpu_config config =
-      config_of(HW_CPU_PARALLEL, 1);  // in seeded mode one kernel runs at a time, and cannot wait for this thread
+      config_of(HW_CPU_PARALLEL, 1);  // in seeded mode only one kernel runs at a time, so it cannot wait for this thread
   config.workers = 2;
   configure(config);
   const std::string error = run_ranks(1, [](int) {
@@ -73,7 +73,7 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     OK(cudaStreamSynchronize(launching));
     EXPECT(done.exchange(false));
     OK(calls.begin_call(launching));
-    OK(cudaGraphLaunch(exec, launching));  // also waits for the one before
+    OK(cudaGraphLaunch(exec, launching));  // also waits for the previous launch
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT(!done);
     go = true;

@@ -1,4 +1,4 @@
-// Ranks as on GPUs, where only the driver can detect a hang: target_cuda.cpp on the CPU device.
+// Compiles target_cuda.cpp for the CPU device, to test ranks as on GPUs, where only the watchdog can detect a hang.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,7 +26,7 @@ constexpr int kRanks = 3, kCount = 4;
 int silent = -1;      // a rank that sends nothing
 bool blocks = false;  // True if it also blocks until its channel is aborted
 
-// y of a rank is x of the previous rank.
+// A program in which y of a rank is x of the previous rank.
 struct Pass {
   hw::Rank& rank;
 
@@ -59,7 +59,7 @@ const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                                     cudaStream_t caller) { static_cast<Pass*>(program)->run(*x, *y, caller); },
                                           .arena = [](void*, size_t, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
 
-// The program on all ranks.
+// Instances of the program on all ranks.
 struct Ranks {
   std::vector<std::unique_ptr<hw::Member>> members;
   std::vector<std::unique_ptr<hw::Instance>> instances;
@@ -117,7 +117,7 @@ struct Ranks {
 
 hw::Array array_of(float* data, int device) { return {data, kCount * sizeof(float), device}; }
 
-// Calls on host arrays, per rank.
+// A call of each rank on host arrays.
 struct Calls {
   std::vector<float> x, y;
   std::array<std::vector<hw::StagedCalls::Call>, kRanks> of_rank;
@@ -129,7 +129,7 @@ struct Calls {
   }
 };
 
-// One rank sends nothing: the others are seen to wait, and end soon after an abort.
+// If one rank sends nothing, progress shows that the others wait. They end soon after an abort.
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);
@@ -143,7 +143,7 @@ void expect_an_end(bool rank_blocks) {
   auto given_up = std::chrono::steady_clock::time_point();
   const auto errors = ranks.each(run, [&] {
     while (ranks.waiting(2) < 0.3) std::this_thread::sleep_for(10ms);
-    EXPECT(ranks.instances[2]->progress().done == 2);  // numbers of the previous round
+    EXPECT(ranks.instances[2]->progress().done == 2);  // numbers of calls of the previous round
     given_up = std::chrono::steady_clock::now();
     ranks.abort();
   });
@@ -158,7 +158,7 @@ TEST(ranks_that_stand_still_can_be_given_up) { expect_an_end(false); }
 
 TEST(a_rank_that_stands_still_inside_a_call_can_be_given_up) { expect_an_end(true); }
 
-// NCCL waits for graphs, whose owner may not know of the abort.
+// An abort must not wait for graphs, although NCCL does, because their owner may not know of the abort.
 TEST(ranks_that_have_graphs_can_be_given_up) {
   Ranks ranks;
   float at = 0;
@@ -171,7 +171,7 @@ TEST(ranks_that_have_graphs_can_be_given_up) {
   EXPECT(std::chrono::steady_clock::now() - begun < 5s);
 }
 
-// Copies between the calls could deadlock with copies of other ranks.
+// There are no copies between calls, because they could deadlock with copies of other ranks.
 TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   Ranks ranks;
   OK(cudaSetDevice(0));
@@ -186,7 +186,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   }
   OK(cudaStreamSynchronize(stream));
   const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
-    float* const first = r == 0 ? *x[1] : *y[r];  // the value that the second call finds on device 0 if it looks late
+    float* const first = r == 0 ? *x[1] : *y[r];  // the memory that the second call reads on device 0 if it starts late
     return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
   };
   for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());
@@ -199,7 +199,7 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   OK(cudaSetDevice(0));
 }
 
-// Exit status of a process that gives up making a channel of so many ranks, of which only the first comes.
+// Exit status of a process that stops while it creates a channel of `ranks` ranks, although only the first rank exists.
 int status_after_a_channel(int ranks) {
   const pid_t child = fork();
   if (child == 0) {
@@ -213,7 +213,7 @@ int status_after_a_channel(int ranks) {
       hw::target::make_channel({.mesh = "mesh(x=2)", .axes = "x", .key = "x", .size = ranks}, id, 0, 10, aborted);
     } catch (const hw::ExecutionError&) {
     }
-    hw::finish_background(ranks == 1 ? 60 : 0.5);  // a channel of one rank is made, however busy the machine is
+    hw::finish_background(ranks == 1 ? 60 : 0.5);  // a channel of one rank is always created
     std::exit(3);
   }
   int status = 0;

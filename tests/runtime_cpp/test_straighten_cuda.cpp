@@ -1,4 +1,5 @@
-// Graphs with nodes of unknown type are optimised around these; graphs that cannot be optimised stay unchanged.
+// Nodes of unknown type are kept, and the graph is straightened before and after them. If this is impossible, the graph does not
+// change.
 #include <cstdio>
 #include <set>
 #include <string>
@@ -17,7 +18,7 @@ int failures = 0;
 
 cudaEvent_t event(size_t number) { return reinterpret_cast<cudaEvent_t>(number + 1); }
 
-// A row: a kernel, a wait for an event, a node of some type, a record of an event, a memset.
+// A chain of a kernel, a wait for an event, a node of some type, a record of an event, and a memset.
 cudaGraph_t row_with(cudaGraphNodeType type) {
   auto* graph =
       new Graph{{new Node{cudaGraphNodeTypeKernel, 0}, new Node{cudaGraphNodeTypeWaitEvent, 1, event(0)}, new Node{type, 2},
@@ -37,7 +38,7 @@ void a_node_of_unknown_kind_stays_in_its_row() {
   Stream idle;
   cudaGraph_t graph = row_with(kUnknown);
   const hw::LaunchEvents events = hw::straighten(graph, &idle);
-  EXPECT((edges_of(graph) == std::set<std::pair<int, int>>{{0, 2}, {2, 100}}));  // 100: the kernel in place of the memset
+  EXPECT((edges_of(graph) == std::set<std::pair<int, int>>{{0, 2}, {2, 100}}));  // 100 is the kernel that replaces the memset
   EXPECT(events.awaited == std::vector{event(0)} && events.recorded == std::vector{event(1)});
   EXPECT(cudaGetLastError() == cudaSuccess);
   cudaGraphDestroy(graph);

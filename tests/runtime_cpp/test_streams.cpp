@@ -14,7 +14,7 @@ TEST(wait_binds_to_the_record_at_the_time_of_the_call) {
     OK(set(x, 1, 1, a));
     OK(cudaEventRecord(e, a));
     OK(cudaStreamWaitEvent(b, e));
-    OK(cudaEventRecord(e, b));  // a later record, on the waiting stream itself, must not make it wait for itself
+    OK(cudaEventRecord(e, b));  // a stream must not wait for a later record on the same stream
     EXPECT(fetch<float>(x, 1, b)[0] == 1);
   });
 }
@@ -202,7 +202,7 @@ TEST(a_pointer_belongs_to_the_device_of_the_op) {
   EXPECT(set(near, 1, 5, s) == cudaErrorInvalidValue);
   EXPECT_IN("bytes 0 to 20 of an allocation of 16", cudaGetErrorString(cudaErrorInvalidValue));
   OK(cudaMemsetAsync(near, 0, 16, s));
-  OK(cudaMemcpyAsync(far, near, 16, cudaMemcpyDeviceToDevice, s));  // copies may cross devices
+  OK(cudaMemcpyAsync(far, near, 16, cudaMemcpyDeviceToDevice, s));  // copies between devices are allowed
   OK(cudaDeviceEnablePeerAccess(1, 0));
   OK(cudaStreamSynchronize(s));
   OK(set(far, 1, 4, s));

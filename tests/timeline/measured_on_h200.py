@@ -1,8 +1,8 @@
-"""Times on 8 H200 of one host in milliseconds, of the slowest rank.
+"""Measured times on 8 H200 of one host in milliseconds, of the slowest rank.
 
-In sequence, a collective of NCCL 2.28 and a matmul of cuBLAS follow one another. Keys are rows x inner x columns of one rank. The
-cost model was not fitted to these times, with one exception: the slowdown of communication kernels that overlap with matmuls was
-set for such pipelines. A pipeline sends and receives one shard in a group per step, on four streams.
+Keys are rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL 2.28 and a matmul of cuBLAS. A pipeline
+sends and receives one shard in a group per iteration, on four streams. The cost model was not fitted to these times, except for the
+slowdown of communication kernels during matmuls, which was fitted to the pipelines.
 """
 
 GATHER = {
@@ -25,10 +25,10 @@ SCATTER = {
 }
 REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192): 0.058}
 
-PIPELINE = {2: 1.484, 8: 2.68}  # by ranks: a gather of 8192 x 8192, and a matmul with 7168 columns
+PIPELINE = {2: 1.484, 8: 2.68}  # by number of ranks: a gather of 8192 x 8192, and a matmul with 7168 columns
 
-# 2 H200, from docs/performance.md: the number of chunks of the chosen loop of puts (0: no loop), milliseconds of that choice, and
-# milliseconds in sequence.
+# 2 H200, from docs/performance.md: number of chunks of the chosen put loop (0 for no loop), milliseconds of this choice, and milliseconds
+# of the sequential program.
 GATHER_OF_TWO = {
     (8192, 8192, 7168): (2, 1.229, 1.511),
     (8192, 8192, 1280): (4, 0.278, 0.508),
@@ -47,5 +47,5 @@ SCATTER_OF_TWO = {
     (128, 3584, 8192): (0, 0.041, 0.041),
     (16, 3584, 8192): (0, 0.031, 0.031),
 }
-LAYER = {8192: 2.916, 2048: 0.815}  # by tokens: a layer of Llama 3 70B, sequence-parallel, as chosen
+LAYER = {8192: 2.916, 2048: 0.815}  # by number of tokens: a layer of Llama 3 70B, sequence-parallel, with the chosen loops
 WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # 8 layers with sharded weights

@@ -1,4 +1,4 @@
-"""Measured timelines: every instruction is between two marks, in a separate program with the same results."""
+"""Measured timelines: every instruction is between two marks, in a separate program that gives the same results."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def expect_in_order(report: Report) -> None:
     by_stream: dict[tuple[int, str], list[Any]] = {}
     for event in found.events:
         assert 0 <= event.start <= event.end
-        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # events of one rank, and of others
+        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # also for events of different ranks
         assert all(found.events[other].start <= event.end + 1 for other in event.meets)
         by_stream.setdefault((event.rank, event.stream), []).append(event)
     for events in by_stream.values():
@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_moved_until_none_receives_what_was_not_sent() -> None:
-    """Rank 1's clock starts 100 us late, so it seems to have received before rank 0 sends."""
+    """The clock of rank 1 starts 100 us late, so rank 1 seems to receive before rank 0 sends."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(meetings(operations)) == 2

@@ -1,4 +1,4 @@
-"""Page, Perfetto trace and picture of a timeline, as their readers see them."""
+"""Tests the page, the Perfetto trace and the picture of a timeline by parsing them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report() -> Report:
 
 
 class Page(HTMLParser):
-    """Parser that collects resources a page would fetch, and its text outside scripts."""
+    """Parser that collects the resources that a page would load, and its text outside of scripts."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -59,7 +59,7 @@ def test_the_page_fetches_nothing_and_has_all_totals(report: Report) -> None:
 
 
 def test_what_the_page_shows_of_names_is_text() -> None:
-    """A file may have any name."""
+    """Names are escaped in the page, because a file may have any name."""
     import dataclasses
 
     report = hw.compile(hw.fusion(mesh=hw.Mesh(), x=hw.f32["M"])(lambda x: -x)).predict({"M": 64})
@@ -90,7 +90,7 @@ def test_boxes_of_one_lane_lie_side_by_side(report: Report) -> None:
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
             lanes.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    assert len(lanes) == 4  # per rank: the loop, and the kernel after it
+    assert len(lanes) == 4  # for each rank: the loop, and the kernel after it
     for spans in lanes.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
@@ -145,7 +145,7 @@ def test_functions_are_rows_of_their_own() -> None:
     rows = graph_of(fusion).rows
     heads = [row.text.split()[0] for row in rows if row.kind == "head"]
     assert heads == ["function", "fusion"]
-    assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # each body has its own values
+    assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # each body has separate values
 
 
 def test_what_a_pass_changed() -> None:
@@ -195,7 +195,7 @@ def test_ticks_are_few_and_round() -> None:
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-# Runs in the page: contents at first, on an event, and after the wheel.
+# Runs in the page: records its contents initially, when hovering over an event, and after zooming.
 PROBE = """<script>
 const seen = {boxes: events.length, texts: [...texts.values()].filter(text => text.style.display === "").length};
 const put = events.find(box => data.timelines[0].events[box.dataset.n].name.startsWith("put"));
@@ -221,7 +221,7 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path, scheme: int, back
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     browser += [f"--blink-settings=preferredColorScheme={scheme}", page.as_uri()]
     run = subprocess.run(browser, capture_output=True, text=True, timeout=120, check=True)
-    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # after the probe itself
+    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # skips the text of the script
     seen = json.loads(found.replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["boxes"] == len(report.predicted.events)
     assert seen["texts"] >= 4

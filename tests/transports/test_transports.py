@@ -1,4 +1,4 @@
-"""Transport-dependent behaviour is decided by the transport of a channel: programs with another transport, and with two."""
+"""Behaviour that depends on a transport is defined by the transport object: programs with a new transport, and with two transports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIL = replace(
 
 
 def by_mail(program: HostProgram, *names: str) -> HostProgram:
-    """Replaces the transport of these channels."""
+    """The program with a new transport, `mail`, on its channels."""
     changed = [replace(channel, transport=MAIL) if channel.name in names else channel for channel in program.channels]
     return replace(program, channels=tuple(changed))
 
@@ -53,7 +53,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
 
 
 def test_a_channel_gets_the_first_transport_that_carries_what_it_needs() -> None:
-    """The preferred one of two transports with the same calls is taken, unless the machine refuses it."""
+    """If two transports support the needed calls, the preferred one is used, unless the machine does not support it."""
     stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
     chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
     for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):

@@ -1,4 +1,4 @@
-"""Programs with chunk loops that the compiler chose: results, and the text of the choice."""
+"""Programs with chunk loops that the compiler chooses: results, and text of the choices."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A slow machine: at the small sizes of these tests, its links and matmuls take times in the same ratio as those of GPUs at large sizes.
+# A slow machine, on which transfers and matmuls of the small sizes of these tests take times with the same ratio as on GPUs at large
+# sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
 
 
 def layer(ranks: int) -> hw.Fusion:
-    """A gather for two matmuls, a gather of a computed value, a reduce-scatter, and an all-reduce."""
+    """Layer with a gather for two matmuls, a gather of a computed value, a reduce-scatter, and an all-reduce."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], wg=hw.f32["K", "F@x"], wu=hw.f32["K", "F@x"], wd=hw.f32["F@x", "N"])
     def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -72,7 +73,8 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
-    """A gathered value, such as a gradient, has three uses: its rows in one matmul, its columns in a second one, and as a result."""
+    """A gathered value, such as a gradient, is used by rows in one matmul, by columns in another matmul after the loop, and as a
+    result."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -92,7 +94,7 @@ def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p"])
 def test_a_batch_of_one(algorithm: str) -> None:
-    """Usual for PyTorch modules: chunks of a dim after dims of size 1 are contiguous."""
+    """Chunks of a dim are contiguous if all dims before it have size 1, as in PyTorch modules with a batch of one."""
     w = hw.f32["K", "F@x"]
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[1, "M@x", "K"], wg=w, wu=w, wd=hw.f32["F@x", "N"])
@@ -128,7 +130,8 @@ def test_explain() -> None:
 
 
 def test_explain_says_what_a_faster_way_would_gain() -> None:
-    """If another alternative is predicted to be faster, the text gives its gain, and the required gain or that the choice was stated."""
+    """If another alternative is predicted to be faster, the text has the gain. It also has the reason: the required gain, or a choice of
+    the user."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
@@ -186,7 +189,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """Calls whose sizes a chosen loop does not divide run in sequence, by any method of calling."""
+    """Calls whose sizes a chosen loop does not divide run sequentially, with every method of calling."""
     random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
     given, threads = arrays(), hw.Threads(ranks)
@@ -220,13 +223,13 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     assert not any(choice.taken.chunks for choice in program.compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
-    ):  # same message as the sequential program
+    ):  # same message as for the sequential program
         program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
     program.close()
 
 
 def weights_of(ranks: int) -> hw.Fusion:
-    """Layers with sharded weights, one of them computed, gathered where they are used."""
+    """Layers with sharded weights, which are gathered before their use. One weight is computed."""
 
     @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.f32["M@dp", "K"], **{f"w_{i}": hw.f32["K@dp", "K"] for i in range(3)})
     def layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
@@ -240,7 +243,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
-    """Copy engines are used if sizes are known and even, and if the matmuls then slow down less."""
+    """Gathers that overlap with matmuls use copy engines if sizes are known and even, and if this is predicted to be faster."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)
@@ -248,14 +251,14 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     assert ways == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
     options = replace(options, ways={choice.name: choice.taken.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
-    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # the next put does not wait for copies of own shards
-    assert program.choices[-1].value == "w_0_resharded"  # needed at once
-    assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same
+    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # the next put does not wait for copies of local shards
+    assert program.choices[-1].value == "w_0_resharded"  # the first weight is needed immediately
+    assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same work
     for way in ("put", "get"):
         assert f"overlapped with other ops on a separate stream by {way}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
-    assert "\n  copy %w_0 -> " in first.host_ir  # immediate, because the caller's stream waits for the gather
+    assert "\n  copy %w_0 -> " in first.host_ir  # without delay, because the caller's stream waits for the gather
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
@@ -283,7 +286,7 @@ def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the fastest measured alternative, and finds it again without running any."""
+    """The search uses the fastest measured alternative. A second compilation finds it in the cache, and runs nothing."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -304,7 +307,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
     with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, but sizes are missing: N; pass them as Opt'):
-        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # nothing is chosen without it
+        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # no communication has alternatives
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
         search.search(found.host, options.sizes, ("another",), lambda _: found)
@@ -327,7 +330,7 @@ def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements are fitted, stored as JSON, and used by programs for these GPUs."""
+    """Figures are fitted to measurements, stored as JSON, and used by programs for these GPUs."""
     monkeypatch.setattr(figures, "root", lambda: tmp_path)
     times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
     fitted = fit(H200, times)
@@ -352,10 +355,10 @@ def why_not(transport: Transport) -> str:
 
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops of puts were chosen for one host. Ranks on several hosts, as found by them or by NCCL, run the program without the
+    """Put loops are chosen for one host. If ranks are on several hosts, according to them or to NCCL, they run a variant without these
     loops.
 
-    The same holds if one rank has loaded an older NCCL since then, before a channel is made.
+    The same holds if one rank has loaded an older NCCL before channels are created.
     """
     channels, connected = list[str](), Group.connected
 
@@ -393,7 +396,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of one process run without chosen puts, and stated puts are an error."""
+    """With an old NCCL, ranks of one process run a variant without chosen puts. Requested puts are an error."""
     chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
     monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))

@@ -1,4 +1,4 @@
-"""Blocks of possibly uneven shards: between any two meshes every element reaches each rank that needs it exactly once."""
+"""Blocks of even and uneven shards: in a move between any two meshes, each rank receives each element that it needs exactly once."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_sums_of_extents() -> None:
 
 
 def test_sizes_of_shares() -> None:
-    """The text of dims is parsed back for any size that is sharded."""
+    """The text of a dim can be parsed for any sharded size."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
     part = Size(1, (LocalSize(m, ("x",)),))
@@ -118,7 +118,7 @@ def test_shard_and_unshard() -> None:
     mesh, spec = hw.Mesh(dp=2, tp=3), hw.f32["M@tp,dp", "N"]
     array = np.arange(24).reshape(12, 2)
     blocks = [spec.shard(array, rank, mesh) for rank in range(6)]
-    np.testing.assert_array_equal(blocks[1], array[4:6])  # dp=0, tp=1: the second third, its first half
+    np.testing.assert_array_equal(blocks[1], array[4:6])  # dp=0, tp=1: the second third, and the first half of it
     assert all(block.base is not None for block in blocks)
     np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
     np.testing.assert_array_equal(hw.f32["M", "N"].unshard([array] * 6, mesh), array)
@@ -136,7 +136,7 @@ def test_arrays_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(("rows", "held"), [(10, [3, 3, 3, 1]), (3, [1, 1, 1, 0]), (9, [3, 3, 3, 0]), (8, [2, 2, 2, 2])])
 def test_uneven_shards(rows: int, held: list[int]) -> None:
-    """The last ranks hold less or nothing."""
+    """The last ranks have fewer rows or none."""
     mesh, spec = hw.Mesh(dp=2, tp=2), hw.f32["M@dp,tp", 4]
     array = np.arange(rows * 4).reshape(rows, 4)
     blocks = [spec.shard(array, rank, mesh) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""Reprs of types, meshes and programs in an interactive session: short, in the syntax of the IR."""
+"""Reprs of types, meshes and programs in an interactive session are short, and use the syntax of the IR."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ struct Outputs {
 class Program {
  public:
   explicit Program(hw::Rank& rank);
-  // Allocates and plans for these shapes, once; every rank prepares before any rank runs.
+  // Allocates and plans for these shapes. Every rank must prepare before any rank runs.
   void prepare(const Inputs& in);
   // Enqueues the program in order on `caller`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);

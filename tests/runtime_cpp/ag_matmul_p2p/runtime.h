@@ -1,4 +1,4 @@
-// Minimal runtime for program.cpp, with options to drop synchronisation.
+// Minimal runtime for program.cpp, with options to omit synchronisation.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests: the stream whose fork or join is dropped, or the matmul's stream.
+// Faults for tests: the stream whose fork or join is omitted, or the stream of the matmul.
 struct Sabotage {
   int fork = -1;
   int join = -1;
