@@ -1,7 +1,7 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
     python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
-    python rank_process.py kinds PROVIDER [TARGET]      runs a program of each kind of communication
+    python rank_process.py kinds PROVIDER [TARGET]      runs a program of each kind of communication; `few` runs two of them
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, prints why, and continues in a new world; with
                                                         ENDS set, exits after one call, by an exception or with this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and prints if the result is right, or why it failed
@@ -38,6 +38,7 @@ from hostweave.types.tensor import block_of, holds
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
+FEW = ("ag_matmul_p2p", "mlp_put")  # sends and signals, for tests of launchers
 SIGNALLED = ("mlp_put", "exchanges")
 IN_WINDOWS = "mlp_put"  # is also called with arrays of `group.empty`
 OF_SOME = ("exchanges", "residual_put")  # these use max, so every rank needs at least one element
@@ -48,9 +49,9 @@ def named(name: str, ranks: int) -> Fusion:
 
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
-    """Programs of a set: `kinds`, `all`, or `everything`, which is `all` with additional programs that use windows and several meshes."""
-    if which == "kinds":
-        return {name: named(name, ranks) for name in KINDS}
+    """Programs of a set: `few`, `kinds`, `all`, or `everything`, which is `all` with programs of windows and several meshes."""
+    if which in ("few", "kinds"):
+        return {name: named(name, ranks) for name in (KINDS if which == "kinds" else FEW)}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
     return programs_of(ranks) | {name: fusion for name, fusion in more.items() if fusion.mesh.size == ranks}
 
@@ -254,7 +255,7 @@ def main(what: str, provider: str, target: str = "cuda") -> None:
         run_once(rank, what.removeprefix("once:"))
     elif what == "graphs":
         run_graphs(rank)
-    elif what not in ("all", "kinds", "everything"):
+    elif what not in ("all", "few", "kinds", "everything"):
         run_until_it_fails(rank, what, local_rank)
     elif provider == "torch":
         beside_torch(rank, what)

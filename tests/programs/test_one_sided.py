@@ -77,7 +77,7 @@ def test_a_closed_program_leaves_its_channel_to_others() -> None:
         program.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", [*ONE_SIDED, *WHOLLY])
 def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,10 +50,11 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
 
 
 LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # models that are trained for all STEPS; others are trained for one step
+QUICK = [*LONG, ("vit", 4)]  # each model and each mesh; the other pairs run with -m slow
+PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in product(MODELS, MESHES)]
 
 
-@pytest.mark.parametrize("ranks", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     compiled = expect_training(name, ranks, STEPS if (name, ranks) in LONG else 1)
     for program in (compiled.program, compiled.backward):  # all layers are one function, and save the same values

@@ -45,7 +45,7 @@ class Place:
         return f"{len(programs_for(self.ranks, self.programs))} programs are right"
 
 
-CPU = Place("cpu", "kinds", 2, 2, 1)
+CPU = Place("cpu", "few", 2, 2, 1)
 CUDA = Place("cuda", "all", max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1), max(2, min(4, GPUS)), 20)
 PLACES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 TRIALS = [

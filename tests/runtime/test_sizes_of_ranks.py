@@ -134,8 +134,13 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
             assert want.startswith(("right", "prepare", "w:", "rank 1 cannot")) or "<string>:" in line, line
 
 
-@pytest.mark.parametrize("by", ["memory", "store"])
-@pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
+@pytest.mark.parametrize(
+    ("transport", "by"),
+    [
+        *(("peer", "memory"), ("one_sided", "store"), ("two_sided", "memory")),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("peer", "store"), ("one_sided", "memory"), ("two_sided", "store"))),
+    ],
+)
 def test_random_sizes(transport: str, by: str) -> None:
     """After any sequence of calls, preparations and captures, the results of a call are right, or both ranks raise an error."""
     assert on_two_ranks(RANDOM, transport, BY=by, SEED=str(len(by + transport))) == [["done True"]] * 2
