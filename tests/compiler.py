@@ -32,8 +32,8 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# Options of a command, in this order. A command with other options is passed to the compiler unchanged. gold halves the link time, if it
-# is available.
+# Script that adds options to each kind of command. It passes all other commands to the compiler unchanged. The gold linker, if it is
+# available, halves the link time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
