@@ -15,7 +15,7 @@ from hostweave.types.machine import Machine
 
 BESIDE_COPIES = 1.05  # slowdown of matmuls while copy engines share the memory bandwidth
 BESIDE_KERNELS = 1.7  # slowdown of matmuls while communication kernels occupy multiprocessors
-KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # slowdown of communication kernels by matmuls, by number of ranks
+KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
 # seconds to switch between computation and a collective kernel on one stream: its blocks start, and it waits for the last rank
 TURN = 3.5e-6
 LOOP = 12e-6  # seconds for the forks, signals and joins of a loop
@@ -92,7 +92,7 @@ class Overlap:
     computed: bool = False  # the program computed the gathered operand, so it can be in memory that peers read
     beside: float = 0.0  # seconds of other ops that overlap with the communication if there is no loop
     goes_on: bool = False  # the kernel that consumes the result also sums the terms that peers put
-    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join: without a loop, and with chunks
+    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:
         """Seconds without a loop. The communication is a collective, or copies if `by` is "put" or "get". It slows down the ops with which

@@ -59,7 +59,8 @@ class PutGather(_Loop):
     """All-gather. A rank uses its own shard in place, and the shards of peers arrive one after another.
 
     If the shards are in windows, because the program computed them, peers get them from there. If a shard of any gathered value is not in a
-    window, the shards of all values are put to the peers. One signal covers all values, except that each put has a separate signal.
+    window, the shards of all values are put to the peers. If peers get the shards, one signal covers all values. If shards are put, each
+    put has a separate signal.
     """
 
     def begin(self) -> None:

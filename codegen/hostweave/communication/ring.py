@@ -148,7 +148,8 @@ class _GatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.Arriving, steps: LoopSteps) -> None:
-        """Puts the chunk that this rank received (or had) one shard earlier."""
+        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, this is a chunk of its own
+        shard."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

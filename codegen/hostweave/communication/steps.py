@@ -208,7 +208,7 @@ def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: in
 
 
 def _first_row(steps: LoopSteps, shard: Size, shards: int) -> Expr:
-    """First local row of a chunk, in a loop over a part of each of `shards` shards."""
+    """First local row of a chunk. The local tensor has `shards` shards, and the loop covers a part of each."""
     index: Expr = Const(0)
     if steps.owner is None:
         index = steps.index
@@ -238,7 +238,7 @@ def keeps_dim(op: Op) -> bool:
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
-    """Index, in the chunks of one iteration, of dim `dim` of an op. `source` is the op's first operand."""
+    """Index of dim `dim` of an op in the views of one iteration's chunks. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:
         return dim

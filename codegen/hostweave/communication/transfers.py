@@ -37,7 +37,7 @@ class Transfers:
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.unread: list[Callable[[], None]] = []  # functions that emit waits of senders until readers have finished
+        self.unread: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -92,8 +92,8 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
     """Moves through a one-sided channel: receivers get from a window of the sender. Returns a function that emits the sender's waits.
 
-    A sender signals that its window is ready, and each reader signals that it has read the window. `number` is the signal counter, which
-    differs from those of all moves whose waits have not been emitted.
+    A sender signals that its window is ready, and each reader signals that it has read the window. `number` is the signal counter. Moves
+    whose waits have not been emitted need different counters.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -162,7 +162,7 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the copy names the sizes as the target mesh does
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the local sizes of the copy are those on the target mesh
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Values that an earlier walk also computes, and that are expensive or rounded. Each walk repeats the conversion to a wider type."""
+    """Values that an earlier walk also computes, and that are expensive or rounded. If such a value is only converted to a wider type, the
+    value before the conversion is listed, because each walk can repeat the conversion."""
     made = {op.result.name: op for op in loops.kernel.ops}
     found, before = list[str](), set[str]()
     for walk in loops.walks:

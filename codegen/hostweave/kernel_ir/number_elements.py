@@ -14,7 +14,7 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import BY_THREAD, Loops
 from hostweave.types.machine import Machine
 
-SHORT = 1 << 30  # hw::fits_int32 holds up to this number of elements
+SHORT = 1 << 30  # largest number of elements for which hw::fits_int32 is true
 
 
 def number_elements(loops: Loops, machine: Machine) -> Loops:

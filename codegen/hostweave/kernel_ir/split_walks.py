@@ -8,8 +8,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-Results with all dims are stored in the only walk if they depend on no reduction, otherwise in an additional last walk. Operands of a
-reduction are computed in its walk, and again in each later walk that needs them.
+If there is only one walk, it also stores the results that have all dims, unless they depend on a reduction. Otherwise an additional last
+walk stores them. Operands of a reduction are computed in its walk, and again in each later walk that needs them.
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ class _VectorClock:
     """Order between the streams and the children of a body. Children are named by their index."""
 
     def __init__(self) -> None:
-        # for each child: stream -> the child after which work of this child on the stream may begin
+        # for each child: stream -> index of an earlier child; work of this child on the stream may begin after it
         self.begun: list[dict[StreamId, int]] = []
         # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
@@ -128,7 +128,7 @@ class Planner:
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
-        """Accesses of every buffer: the child, and the streams that the body itself must order."""
+        """Accesses of every buffer. Streams that the child itself forks and joins do not count."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):

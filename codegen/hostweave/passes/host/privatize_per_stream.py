@@ -84,7 +84,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
 
 
 def _resolved(expr: Expr, uses: DefUse) -> Expr:
-    """Replaces variables that are lets by their values."""
+    """Replaces variables that a `Let` defines by their values."""
     if isinstance(expr, Var) and isinstance(let := uses.indices[expr.name].instruction, ir.Let):
         return _resolved(let.value, uses)
     if leaves(expr) == [expr]:

@@ -10,7 +10,7 @@
     }
     matmul %xg, %w -> %y_i
 
-If the body computes the source of the copy before, it is computed directly into the destination:
+If the body computes the source of the copy, it computes it directly into the destination:
 
     matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
     if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
@@ -61,8 +61,8 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """If the instruction is a branch in a loop that copies between buffers of equal layout on one side and communicates on the other: the
-    copy. None otherwise."""
+    """The copy in a branch of a loop: one side of the branch copies between buffers of equal layout, the other side communicates. None for
+    other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -104,7 +104,7 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """Number of the sibling of the branch that is or contains an instruction."""
+        """Number of the instruction in the body of the branch that is or contains the instruction at `place`."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:

@@ -9,9 +9,9 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to the destination. An instruction may write in place if each element depends only on elements at the same index. Kernels know this
-for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed in place, if all reads
-of the input come before. Otherwise it is copied there at the end.
+writes to the destination. An instruction may write in place if each element depends only on elements at the same index. `may_overwrite`
+decides this for each operand of a kernel. It is true for the buffer onto which a matmul accumulates. A result that must be in the memory of
+a donated input is computed there, if all reads of the input are before. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,8 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand into the memory of the donated input in which the result must be, if all reads of the input come before."""
+        """The result must be in the memory of a donated input. Puts the operand there too, if all reads of the input are before its
+        computation."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False

@@ -25,7 +25,7 @@ from hostweave.types.tensor import BufferType
 
 MOST_JOINED = 16  # largest number of operands that one kernel concatenates
 
-HEADS = 5  # number of first operands of an attention op that may have any strides
+HEADS = 5  # this many operands of an attention op, the first ones, may have any strides
 
 PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
@@ -56,7 +56,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value. False if it has a slice or transpose, because the view is of the whole value."""
+    """True if only this loop uses a value. False if a consumer is a slice or transpose, because such a view is of the whole value."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
