@@ -1,6 +1,6 @@
-"""Modules whose shapes differ from those of transformers: losses and gradients of a step against torch.
+"""Models that transformers does not have: losses and gradients of a step, compared with torch.
 
-They run on 2 ranks, with `-m slow` on 1 rank, too.
+They run on 2 ranks, and with `-m slow` also on 1 rank.
 """
 
 from __future__ import annotations
