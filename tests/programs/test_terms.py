@@ -230,7 +230,9 @@ def test_kernels_that_exchange_take_turns(second: str) -> None:
     """Exchanges must be ordered with each other, and with NCCL's collectives on the same channel, because NCCL orders only its
     collectives."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
-    with pytest.raises(ProgramError, match="not both of the library, which orders only its own, and nothing orders them on the rank"):
+    with pytest.raises(
+        ProgramError, match="not both posted by the library, which orders only its own communications, and nothing orders them on the rank"
+    ):
         check(apart)
     in_turn = [i for i in apart.body if not isinstance(i, ir.Fork) or i.stream == "a"]
     at = next(number for number, i in enumerate(in_turn) if isinstance(i, ir.OnStream) and i.stream == "b")

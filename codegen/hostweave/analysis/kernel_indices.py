@@ -45,7 +45,7 @@ class Iteration:
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
     lanes: dict[str, int]  # for each value with data-dependent reads, the dim that they index: no loop iterates over it
-    parts: dict[str, dict[str, str]]  # for each value, the names of its dims that are parts, by index
+    parts: dict[str, dict[str, str]]  # value -> index -> name of the part, for dims that are parts
     joined: dict[str, tuple[tuple[Span, ...], ...]]  # for each concat or pad, the ranges of every operand
 
     def is_whole(self, value: str) -> bool:
@@ -136,7 +136,8 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: dict[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins the dims that share an index. Returns the dim of each value that no loop iterates over, and the dims that have loops."""
+    """Joins the dims that share an index. Returns the dims that no loop iterates over, at most one per value, and the dims that have
+    loops."""
     lanes: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -168,8 +169,7 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
 def _labelled(
     types: dict[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
 ) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
-    """Returns the size of each index, the indices of each value's dims, and for each value its parts: an index of which it covers only a
-    part, and the name of that part."""
+    """Returns the size of each index, the indices of each value's dims, and the `parts` of `Iteration`."""
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     parts: dict[str, dict[str, str]] = {}

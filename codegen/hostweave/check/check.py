@@ -24,7 +24,7 @@ from hostweave.types.mesh import Sizes, share
 if TYPE_CHECKING:
     from hostweave.check.results.results import Case, Stages
 
-MOST_ELEMENTS = 4e6  # elements of the largest fusion whose results are compared by default
+MOST_ELEMENTS = 4e6  # largest number of elements of a fusion whose results are compared by default
 
 
 def check(
@@ -145,7 +145,11 @@ class _Checker:
             return
         for earlier in self.posted.unordered(task, clock):
             one, other = task.operation.communications[0], earlier.communications[0]
-            what = "over different channels" if one.channel != other.channel else "not both of the library, which orders only its own"
+            what = (
+                "over different channels"
+                if one.channel != other.channel
+                else "not both posted by the library, which orders only its own communications"
+            )
             fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.in_turn.unordered(task, clock):

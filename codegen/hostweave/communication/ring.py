@@ -148,8 +148,8 @@ class _GatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.Arriving, steps: LoopSteps) -> None:
-        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, this is a chunk of its own
-        shard."""
+        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, this is a chunk of the shard that
+        it holds."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

@@ -21,8 +21,8 @@ class IndexMap:
 
     - `outer`: labels that relate only the outermost parts of dims that a reshape splits or merges. Such dims can be sharded, but not
       chunked.
-    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Exactly so many ranks can split the dim, one
-      block per rank.
+    - `blocks`: labels of dims whose blocks the op reorders, each with the number of blocks. Exactly this number of ranks can split the dim,
+      one block per rank.
     - `unwalked`: labels of dims without a loop: the accessed elements depend on data, or the op needs all elements at once. Such an op is
       computed by a kernel, never in a chunk loop.
     """

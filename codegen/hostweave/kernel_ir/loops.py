@@ -95,7 +95,7 @@ class Loops:
     threads: int = 0  # threads of a block, or threads that share a row of known length; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
-    prepared: tuple[str, ...] = ()  # the divisors of the innermost loop among `outside`
+    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values of which threads hold rows in registers
     index: str = "int64_t"  # C++ type of linear element indices; `Index` is 32 bits if the elements fit
 
@@ -223,7 +223,7 @@ class Loops:
     def moves_inside(self, op: Op) -> bool:
         """True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.space.indices[op.result.name]
-        # must not be read outside of the condition that guards the part
+        # a part is read only under the condition that guards it
         if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
             return True
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]]) if gathers_in_order(op) else self.space.indices[op.tensors[1]])
