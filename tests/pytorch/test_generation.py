@@ -31,7 +31,7 @@ OF_ALL = {
     "pad_token_id": 0,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", {"num_hidden_layers": 12}),  # a former defect: torch.export named the tensors of ten or more layers wrongly
+    "Llama": ("LlamaConfig", {"num_hidden_layers": 10}),  # a former defect: torch.export named the tensors of ten or more layers wrongly
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
     "Gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
     "Mistral": ("MistralConfig", {"sliding_window": 8}),
