@@ -24,7 +24,7 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Attention of one token, and of several rows, to a cache with sharded keys; and with rows that are sharded like the keys, with
+    """Program in which replicated rows, one or several, attend to sharded keys, and in which sharded rows attend to sharded keys, with
     gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 

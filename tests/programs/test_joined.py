@@ -23,7 +23,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def joined(ranks: int, t: DType) -> Fusion:
-    """Concats whose operands have common operands, are concats, or have one element."""
+    """Concats of values with a common operand, concats of concats, and concats of single elements."""
     rows = dict.fromkeys(("x", "z"), t["M@x", 4, "N"])
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), **rows, c=t["M@x", 1, "N"], s=t["M@x", 1, "N"], w=t["N"])
@@ -83,7 +83,7 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
-    """Rows are uneven, or fewer than ranks. Operands are or are not multiples of a vector."""
+    """Rows are uneven, or fewer than ranks. The sizes of concatenated parts are multiples of a vector, or not."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
     for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)

@@ -149,7 +149,7 @@ def test_values_are_those_of_the_real_headers(tmp_path: Path, real_headers: list
     source = HERE / "header_values.cpp"
     ours, theirs = tmp_path / "our_values", tmp_path / "real_values"
     build = ["g++", "-std=c++20", "-O2", source]
-    # The real headers convert on the host by inline functions, so neither program needs a library for them.
+    # The host functions that convert floats are inline in the real headers, too, so no library is needed.
     compile_all([[*build, f"-I{CPU / 'include'}", "-o", ours], [*build, *real_headers, "-o", theirs]])
     assert run([ours]) == run([theirs])
 
