@@ -125,7 +125,7 @@ BODIES = {
         "text:3: @t: matmul %x, %b in bf16x3 -> %y: there is no precision bf16x3: write tf32, or leave it out"
     ),
     "%a = allocate bf16[2, 4]\n%b = allocate bf16[4, 4]\n%c = allocate bf16[2, 4]\nmatmul %a, %b in tf32 -> %c": (
-        "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave it out"
+        "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave tf32 out"
     ),
     "%a = allocate f8e4m3[32, 16]\n%s = allocate f32[32, 1]\n%y2 = allocate bf16[32, 32]\nmatmul %a, %a scales %s -> %y2": (
         "text:5: @t: matmul %a, %a scales %s -> %y2: 1 scales are given, not 2: name the scales of %a, then those of %a"

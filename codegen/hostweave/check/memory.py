@@ -21,8 +21,8 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: 
 
 
 class Pieces:
-    """Partition of a buffer. Bytes that all accesses cover together form a piece, even if they are not adjacent. So every access covers
-    whole pieces."""
+    """Partition of a buffer into pieces. Two bytes are in one piece if every access covers both or neither, even if they are not adjacent.
+    So every access covers whole pieces."""
 
     def __init__(self, size: int, places: frozenset[ByteBlocks]):
         runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}

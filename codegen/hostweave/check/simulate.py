@@ -125,7 +125,8 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    loops = [loop.out for loop in b.loops], joining  # loops in which memory that other streams have freed may be reused
+    # loops whose next iteration may reuse memory that streams freed: streams of other pools, and streams of this pool
+    loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
@@ -206,8 +207,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation has the values of its
-    expressions."""
+    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation's instruction has values in
+    place of its expressions."""
     build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:

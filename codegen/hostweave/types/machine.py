@@ -71,10 +71,10 @@ class Network:
 class Machine:
     """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
 
-    A matmul runs in waves. In a wave, each multiprocessor computes one tile. The wave takes its floating-point operations divided by
-    `flops`, plus `wave`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
-    cannot access each other's memory. `no_scales` lists the kinds of scales (tensor, row or block) that matmuls of 8-bit floats do not
-    support, each with the reason.
+    A matmul runs in waves. In a wave, each multiprocessor computes one tile. A wave takes `wave` seconds, plus the number of its
+    floating-point operations divided by `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is
+    the reason why ranks cannot access each other's memory. `no_scales` lists the kinds of scales (tensor, row or block) that matmuls of
+    8-bit floats do not support, each with the reason.
     """
 
     name: str

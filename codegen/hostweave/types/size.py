@@ -243,7 +243,7 @@ def bound(factor: Factor, sizes: Sizes) -> int:
 def _parsed(text: str) -> Size:
     """Parses a text that consists of one size.
 
-    Raises ValueError if it is not.
+    Raises ValueError for other texts.
     """
     try:
         reader = SizeReader(text)

@@ -62,7 +62,7 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. If there are many, `x` is overwritten: a division and a product are faster than a
+    """Reduces 64-bit numbers modulo the prime. Many numbers are reduced in place, by a division and a product, which are faster than a
     remainder."""
     if x.size <= _MANY:
         elements: Elements = x % P

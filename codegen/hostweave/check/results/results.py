@@ -34,7 +34,7 @@ from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MOST_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
-FEW = 2 * 10**4  # elements of all seeds together
+FEW = 2 * 10**4  # number of elements of all seeds together, in small programs
 MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
 
 
@@ -182,7 +182,7 @@ def computed_outputs(
 
 @lru_cache(maxsize=1024)
 def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[tuple[Any, ...], list[int]]]:
-    """Yields for each block of a tensor its index, the block, and the ranks that hold it."""
+    """For each block of a tensor: its index, and the ranks that hold it."""
     of_tensor = type.mesh_in(mesh)
     axes = [axis for dim in type.dims for axis in dim.axes]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -277,7 +277,7 @@ def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
 
 @ir.analysis
 def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
-    """Maps the form without values to each instruction that computes or communicates."""
+    """Instructions that compute or communicate. The key of an instruction is its form without values."""
     return {_without_values(i): i for i in tree.walk(inlined(program).body) if i.work or isinstance(i, ir.Communication)}
 
 

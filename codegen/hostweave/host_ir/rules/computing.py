@@ -73,7 +73,7 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
     if dst.dtype not in RESULTS or dst.shape != (a.shape[0], b.shape[1]):
         c.fail(f"%{i.dst} is {dst}, not [{a.shape[0]}, {b.shape[1]}] of {', '.join(map(str, RESULTS))}")
     if i.precision:
-        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {a}: leave it out")
+        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {a}: leave tf32 out")
     for name, type, dim in ((i.a, a, 1), (i.b, b, 0), (i.dst, dst, 1)):
         if not lies_along(type, dim):
             c.fail(f"the elements of %{name} along dim {dim} are not contiguous: copy it to a contiguous buffer")
@@ -119,7 +119,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     if i.precision and i.precision != "tf32":
         c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
     if i.precision and c.types[i.a].dtype.name != "f32":
-        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {c.types[i.a]}: leave it out")
+        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {c.types[i.a]}: leave tf32 out")
     _epilogue(c, i)
 
 
@@ -273,7 +273,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
                 c.fail(f"@{source.name} {role} {type}, but is launched on {c.mesh}: launch it on the mesh of its types")
             wanted = type.local(c.mesh, c.program.uneven)
             c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
-            c.contiguous(name, what=f", which @{source.name} needs")
+            c.contiguous(name, what=f", but @{source.name} needs contiguous buffers")
 
 
 def launch(c: Checker, i: Any, scope: Scope) -> None:

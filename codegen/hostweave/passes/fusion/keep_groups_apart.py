@@ -59,7 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Finds the values between a grouped matmul and the next ones. Fails if other ops use these values."""
+        """Finds the values between a grouped matmul and the next ones. Finds none if other ops use these values."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

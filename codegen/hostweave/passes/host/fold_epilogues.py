@@ -13,8 +13,8 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
 epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
-Folds if this saves a pass over memory: either the whole kernel, or its ops up to a value that it writes in any case. In a sum of several
-matmuls, each matmul accumulates onto the previous one.
+Folds only if this saves a pass over memory: either the whole kernel is folded, or its ops up to a value that the kernel must write to
+memory. In a sum of several matmuls, each matmul accumulates onto the previous one.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors that an f32 can represent
-HIDES_TANH = 2  # bytes; cuBLASLt's gelu has an error of about 5e-6, which would be visible in f32
+HIDES_TANH = 2  # largest size of a dtype, in bytes, whose rounding hides the error of cuBLASLt's gelu, about 5e-6
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Repeats until no launch can be folded into a matmul with a saved pass over memory."""
+    """Folds launches into matmuls until no further fold saves a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
         launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]

@@ -150,7 +150,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The fused kernel, which first multiplies and then does the work of `kernel`. It has no name yet. Also the buffers that it reads."""
+    """The fused kernel, without a name, and the buffers that it reads. The kernel first multiplies, and then does the work of `kernel`."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-Waits for events already are directly before their first use. So this pass moves joins only.
+A wait for an event already is directly before the first use of the data. So this pass moves only joins.
 """
 
 from dataclasses import replace

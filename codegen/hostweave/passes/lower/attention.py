@@ -32,8 +32,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """Which part of a block of keys a rank's rows see: the half of the rows, the half of the columns, and the diagonal of the mask. None
-    stands for all."""
+    """Which rows of a rank see which columns of a block of keys. `rows` and `columns` are the index of a half, or None for all. `diagonal`
+    is that of the mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None

@@ -74,12 +74,13 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """For each body, its parameters that are in windows. A parameter of a function is in a window if its argument is in all calls."""
+    """For each body, its parameters that are in windows. A parameter of a function is in a window if its argument is in a window in every
+    call."""
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # in separate buffers
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # these values are in separate buffers
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -249,7 +250,7 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.buffer_of(op.result.name)  # its kernel or function has written it
+                self.buffers.buffer_of(op.result.name)  # the kernel or function has written it
             elif op.callee:
                 if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
                     self.reshards.transfers.wait_for_readers()  # moves in the function use the same signal numbers
