@@ -10,7 +10,8 @@ from hostweave.cli.programs import load_file, programs_in
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType, bf16
 
-MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"fusions_{name}.py") for name in ("beyond_examples", "with_puts", "without_loops"))
+FILES = ("beyond_examples", "with_puts", "without_loops", "of_features")
+MORE, ONE_SIDED, EXCHANGES, FEATURES = (Path(__file__).with_name(f"fusions_{name}.py") for name in FILES)
 
 
 @cache
@@ -44,3 +45,8 @@ def exchange_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
     """Fusions for features that the examples do not use."""
     return fusions(str(MORE), ranks, None, dtype)
+
+
+def fusions_of_features(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
+    """Fusions with indices, joined tensors, 8-bit floats, random numbers, orders, loops of layers, and grouped matmuls."""
+    return fusions(str(FEATURES), ranks, None, dtype)

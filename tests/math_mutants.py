@@ -306,6 +306,7 @@ def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
 def subjects(ranks: int) -> Iterator[Subject]:
     """Programs of examples/ and tests/."""
     import fusions_from_files as examples
+    import moe_reference
     import parts_of_transformers
     import random_fusions
     from attention_cases import keys_in_a_loop
@@ -320,6 +321,12 @@ def subjects(ranks: int) -> Iterator[Subject]:
     found |= {f"keys_in_a_loop_{by}": keys_in_a_loop(3, by, hw.bf16) for by in ("p2p", "ring")}
     found |= {f"transformer.py {name}": program for name, program in programs_in(load_file(EXAMPLES / "transformer.py")).items()}
     found |= {"decode": small_llama(ranks, decode=True), "prefill": small_llama(ranks, decode=False)}
+    adamw = load_file(EXAMPLES / "adamw.py")
+    found |= {**examples.fusions_of_features(ranks), **{f"adamw {stage}": adamw.adamw(ranks, stage) for stage in adamw.ZERO}}
+    experts = {"mesh": hw.Mesh(ep=ranks), "EXPERTS": moe_reference.experts_of(ranks), "TOP": moe_reference.TOP, "dtype": hw.f64}
+    for name, program in programs_in(load_file(EXAMPLES / "moe.py", experts)).items():
+        if isinstance(program, Fusion):
+            yield from (Subject(f"{name} by {way} on {ranks} ranks", program, Options(transport=way)) for way in ("auto", "peer"))
     for name, program in found.items():
         if isinstance(program, Fusion):
             yield Subject(f"{name} on {ranks} ranks", program)

@@ -144,7 +144,7 @@ def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> Non
 def test_interpreted_one_sided(mesh: Mesh) -> None:
     fusion, host = reshards(mesh), lowered(reshards, mesh, "one_sided")
     assert host.uneven == lowered(reshards, mesh).uneven
-    check(host)
+    check(host, fusion=fusion)
     for seed in range(3):
         given = arrays(fusion, sizes_of(reshards, mesh, seed), seed)
         compare(fusion, given, interpret(host, given))

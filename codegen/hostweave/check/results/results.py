@@ -25,6 +25,7 @@ from hostweave.check.sizes import NEAR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
+from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
@@ -57,12 +58,19 @@ class Difference:
         return f"rank {self.rank}: the output {element} is not what the fusion computes ({values}), at {sizes}"
 
 
-def _seeds(elements: float) -> int:
+def _seeds(elements: float, has_integers: bool) -> int:
     """Number of seeds. Small programs have several: a comparison with a wrong bound shows only for numbers between the wrong and the right
-    bound."""
+    bound. If integers are compared, such numbers are rare."""
     if elements > MANY:
         return 1 if elements > VERY_MANY else 2
-    return max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
+    return MOST_SEEDS if has_integers else max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
+
+
+@ir.analysis
+def _has_integers(fusion: Fusion) -> bool:
+    """True if an op of the fusion, or of a function that it calls, takes or makes integers."""
+    kinds = {value.type.dtype.kind for value in fusion.values().values()}
+    return not kinds.isdisjoint(INTS) or any(_has_integers(op.callee) for op in fusion.ops if op.callee)
 
 
 class Wanted:
@@ -71,7 +79,7 @@ class Wanted:
     def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
         self.elements = work(fusion, sizes)
-        self.seeds = seeds or _seeds(self.elements)
+        self.seeds = seeds or _seeds(self.elements, _has_integers(fusion))
 
     @cached_property
     def inputs(self) -> dict[str, Lanes]:
