@@ -8,9 +8,11 @@ from collections import Counter
 import pytest
 from compiled_fusions import fusion_of
 from fusion_properties import IGNORED
+from fusions_from_files import fusions_of_features
 from math_mutants import CAUGHT, MISSED, Subject, judged, mutants, subjects, training_subjects
 
 import hostweave as hw
+from hostweave.check.check import check
 from hostweave.check.results.arithmetic import HASHED
 from hostweave.check.results.inputs import random_inputs
 from hostweave.options import Options
@@ -31,6 +33,16 @@ def expect_caught(count: int, ranks: int, seed: int, every: int = 1) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_mutants_are_caught() -> None:
     expect_caught(60, 4, seed=0, every=9)
+
+
+@pytest.mark.parametrize("name", fusions_of_features())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
+def test_mutants_of_a_feature_are_caught(name: str) -> None:
+    subject = Subject(name, fusions_of_features(3)[name])
+    verdicts = list(judged(20, [subject]))
+    assert [f"{kind}: {where}" for kind, where, verdict in verdicts if verdict == MISSED] == []
+    assert sum(verdict == CAUGHT for *_, verdict in verdicts) >= 4
+    assert check(subject.host, fusion=subject.fusion) == ()
 
 
 @pytest.mark.slow
