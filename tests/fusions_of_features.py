@@ -48,7 +48,7 @@ def random_numbers(x, y, seed):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "N@x"])
 def orders(x, y):
-    """Sorts, the largest elements and their places, sums of what precedes, and extremes over ranks."""
+    """Sorted elements, the largest ones with their places, cumulative sums, and extremes over ranks."""
     values, places = hw.top_k(x, 2)
     return hw.sort(x, axis=1, descending=True), values, places, hw.cumsum(x, axis=1), hw.max(y, axis=1), hw.argmax(y, axis=1)
 
