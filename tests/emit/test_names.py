@@ -23,6 +23,7 @@ from hostweave.host_ir.ir import HostProgram
         ("stream", "stream_1"),
         ("cudaMalloc", "v_cudaMalloc_1"),
         ("INFINITY", "INFINITY_1"),
+        ("(2*M - 1)_x", "v_2_M_1_x_1"),  # the local rows of a concat
     ],
 )
 def test_one_name(name: str, cpp: str) -> None:

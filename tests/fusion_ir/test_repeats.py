@@ -3,6 +3,12 @@ loops."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -263,3 +269,60 @@ def test_all_that_is_carried_can_be_returned(backward: bool) -> None:
     for one, other in zip(run_reference(model, arrays), run_reference(unrolled(model), arrays), strict=True):
         np.testing.assert_allclose(one, other)
     check(lower(model, Options()), fusion=model)
+
+
+def taken_again(
+    both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
+) -> Fusion:
+    """Layers, and calls in the opposite order that take the values before and after each layer, as a backward pass does."""
+
+    @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w, -1, 1)
+
+    @hw.block(y=hw.f32["M@x", "E"], **dict.fromkeys(both, hw.f32["M@x", "E"]))
+    def back(y: hw.Tensor, **taken: hw.Tensor) -> hw.Tensor:
+        return y - sum((number * value for number, value in enumerate(taken.values(), 2)), start=y * 0.5)
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **{f"w_{i}": hw.f32[weight] for i in range(4)})
+    def model(x: hw.Tensor, **w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        values = [x]
+        for i in order:
+            values.append(layer(values[-1], w[f"w_{i}"]))  # type: ignore[arg-type]
+        y = values[-1] * 3
+        for before, after in [*pairwise(values)][::-1] if both else ():
+            y = back(y, **{name: {"before": before, "after": after}[name] for name in both})  # type: ignore[assignment]
+        return y, values[-1], values[2] - values[1]
+
+    return model
+
+
+@pytest.mark.parametrize("donate", [(), ("x",)])
+@pytest.mark.parametrize("both", [("before", "after"), ("after",), ("before",)])
+def test_operands_and_results_of_all_calls_are_taken_again(both: Sequence[str], donate: Sequence[str]) -> None:
+    model = taken_again(both, donate)
+    assert str(model).count(" repeat ") == 2
+    check(lower(model, Options()), fusion=model)
+
+
+def test_each_call_reshards_its_tensor_of_a_group() -> None:
+    model = taken_again(weight="E@x")
+    assert "%w_given: f32[E@x]" in str(model)
+    assert str(model).count(" repeat ") == 2
+    check(lower(model, Options()), fusion=model)
+
+
+def test_a_value_between_calls_of_tied_weights_is_used() -> None:
+    """The calls of the repeat are not as many as the tensors of a group."""
+    model = taken_again((), order=(0, 0, 1, 2, 3))
+    check(lower(model, Options()), fusion=model)
+
+
+def test_a_program_is_the_same_in_each_process() -> None:
+    """Repeats do not depend on the order of sets of strings, which differs between processes."""
+    path, ours = os.pathsep.join(sys.path), str(taken_again())
+    command = [sys.executable, "-c", "from test_repeats import taken_again; print(taken_again(), end='')"]
+    for seed in "13":
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        made = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+        assert made.stdout == ours

@@ -1,11 +1,14 @@
 """Random programs in which calls of a function repeat with different parameters, like the layers of a model.
 
 A block of random ops passes one or two values from call to call. Each call has different weights, which may be donated, resharded, or used
-twice. Some calls return additional results, and some values between calls are returned or used again.
+twice. Some calls return additional results, and some values between calls are returned or used again. A second block may
+take the operands or results of all calls, or both, as a backward pass does.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,8 +16,11 @@ from fusion_properties import IGNORED, computes, parts
 from random_donations import Donating
 
 import hostweave as hw
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.options import Options
+from hostweave.pipeline import lower
 from hostweave.types.tensor import TensorType
 
 TRANSPORTS = ("auto", "two_sided", "peer", "one_sided")
@@ -25,7 +31,7 @@ class Repeats(Donating):
 
     def __init__(self, seed: int):
         super().__init__(seed)
-        self.has_zigzag = False
+        self.seed, self.has_zigzag = seed, False
         self.calls = self.random.randint(2, 6)
 
     def weight(self, shape: tuple[Any, ...]) -> TensorType:
@@ -74,6 +80,7 @@ class Repeats(Donating):
 
         def repeated(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             x, results, updated = given["x"], list[hw.Tensor](), list[hw.Tensor]()
+            between = [x]
             for i, (block, weight) in enumerate(zip(order, of_call, strict=True)):
                 at = g.calls - 1 - weight if backward else weight
                 cached = [given[f"c_{i}"]] if has_cache else []
@@ -82,16 +89,42 @@ class Repeats(Donating):
                 if kept[i]:
                     results.append(returned[0] - x if i % 2 else returned[-1])
                 x = returned[0]
+                between.append(x)
                 updated += returned[1 : 1 + len(cached)]
-            return (*updated, *results, x * 2)
+            return (*updated, *results, x * 2, *g.taken_again(between, inside))
 
         donate = {f"c_{i}": i for i in range(g.calls)} if is_donated and g.random.random() < 0.7 else {}
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
+    def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
+        """The result of calls that take the values before and after each of the first calls, in either order."""
+        draw = Random(~self.seed)  # separate generator, so that other choices stay the same
+        if draw.random() < 0.6:
+            return ()
+        names = draw.choice([("before",), ("after",), ("before", "after")])
+
+        @hw.block(y=type, **dict.fromkeys(names, type))
+        def again(y: hw.Tensor, **taken: hw.Tensor) -> hw.Tensor:
+            return y * 2 - sum((number * value for number, value in enumerate(taken.values(), 2)), start=y)
+
+        y, pairs = between[-1] * 3, [{"before": one, "after": other} for one, other in pairwise(between)]
+        for pair in pairs[::-1] if draw.random() < 0.7 else pairs:
+            y = again(y, **{name: pair[name] for name in names})  # type: ignore[assignment]
+        return (y,)
+
 
 def is_right(seed: int) -> bool:
-    generator = Repeats(seed)
-    return computes(generator, generator.fusion(), seed, Options(transport=TRANSPORTS[seed % len(TRANSPORTS)]))
+    """A program that is refused is also refused without its repeats."""
+    generator, options = Repeats(seed), Options(transport=TRANSPORTS[seed % len(TRANSPORTS)])
+    fusion = generator.fusion()
+    if computes(generator, fusion, seed, options):
+        return True
+    try:
+        lower(fusion, options)
+    except ProgramError:
+        with pytest.raises(ProgramError):
+            lower(unrolled(fusion), options)
+    return False
 
 
 @pytest.mark.parametrize("seeds", parts(32, 10000), ids=str)

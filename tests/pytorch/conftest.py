@@ -35,21 +35,43 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
     import numpy as np
-    import torch
     from interpret import interpret
 
+    from hostweave.types.numpy_dtypes import numpy_dtype
     from hostweave.types.tensor import block_of, global_shape
 
     host = part.program.host
-    given = {name: tensor.detach().numpy() for name, tensor in {**part.tensors, **part.graph.bound, **arrays}.items()}
+    given = {name: _as_numpy(tensor) for name, tensor in {**part.tensors, **part.graph.bound, **arrays}.items()}
     ranks, made = interpret(host, {one.name: given[one.name] for one in host.arguments}), []
     for output in host.results:
         shape = global_shape(output.type, {})
-        whole = np.empty(shape, ranks[0][output.name].dtype)
+        whole = given[output.memory] if output.memory else np.empty(shape, numpy_dtype(output.type.dtype))
         for rank, outputs in enumerate(ranks):
-            whole[block_of(output.type, host.mesh, rank, shape)] = outputs[output.name]
-        made.append(torch.from_numpy(whole))
+            whole.reshape(shape)[block_of(output.type, host.mesh, rank, shape)] = outputs[output.name]
+        made.append(_as_tensor(whole))
     return part.values(tuple(made))  # type: ignore[no-any-return]
+
+
+def _as_numpy(tensor: Any) -> Any:
+    """The memory of a tensor as an array. NumPy has 8-bit and bf16 floats only with ml_dtypes."""
+    import torch
+
+    from hostweave.torch.aten import dtype_of
+    from hostweave.types.numpy_dtypes import numpy_dtype
+
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        bits = {1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize]
+        return tensor.detach().view(bits).numpy().view(numpy_dtype(dtype_of(tensor.dtype)))
+    return tensor.detach().numpy()
+
+
+def _as_tensor(array: Any) -> Any:
+    import numpy as np
+    import torch
+
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view({1: np.uint8, 2: np.int16}[array.dtype.itemsize])).view(getattr(torch, array.dtype.name))
 
 
 @pytest.fixture(autouse=True)

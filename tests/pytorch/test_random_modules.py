@@ -174,3 +174,58 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
     for got, want in zip(whole.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert gathers(step.program) <= gathers(compiled.program, compiled.backward)
+
+
+class Plain(nn.Module):
+    """A layer without a residual, whose backward pass may need its input, its output, or both. It may have one parameter only."""
+
+    def __init__(self, activation: Callable[[Any], Any], bias: bool, frozen: bool, noise: float):
+        super().__init__()
+        self.activation, self.noise, self.linear = activation, noise, nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.linear.weight.requires_grad_(not frozen)
+
+    def forward(self, x: Any) -> Any:
+        return F.dropout(self.activation(self.linear(x)), self.noise, self.training)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[Plain]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+def test_stacks_are_stepped_as_by_torch(seed: int) -> None:
+    """One step in the interpreter. Without dropout it is equal to torch's, otherwise to that on one rank."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    activation = draw.choice([F.relu, torch.tanh, F.silu, lambda x: x, torch.sigmoid])
+    bias, noise, count = draw.random() < 0.5, draw.choice([0, 0, 0.25]), draw.randint(1, 5)
+    frozen = bias and draw.random() < 0.3
+    stack, x = Stack([Plain(activation, bias, frozen, noise) for _ in range(count)]), torch.randn(BATCH * 2, WIDTH)
+    new = draw.choice([lambda of: torch.optim.SGD(of, lr=0.5), lambda of: torch.optim.SGD(of, lr=0.5, momentum=0.9)])
+    plan = draw.choice([{"x": "tp, -"}, {"layers.*.weight": "-, tp"}, {"layers.*.weight": "tp, -", "x": "tp, -"}])
+    stepped = []
+    for ranks in (draw.choice([2, 4, 8]), *([1] if noise else [])):
+        one = copy.deepcopy(stack)
+        step = hostweave.torch.compile(one, hw.Mesh(tp=ranks), plan if ranks > 1 else {}, (x,), optimizer=new(trained(one)))
+        torch.manual_seed(seed)
+        stepped.append([step(x), *one.parameters()])
+    if not noise:
+        loss = stack(x)
+        loss.backward()
+        new(trained(stack)).step()
+        stepped.append([loss.detach(), *stack.parameters()])
+    for own, *others in zip(*stepped, strict=True):
+        for other in others:
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [one for one in module.parameters() if one.requires_grad]

@@ -76,7 +76,7 @@ class CppNames:
     def _free(self, name: str, apart: Container[str]) -> str:
         # C++ reserves double and leading underscores; a trailing one marks a member.
         base = re.sub("[^A-Za-z0-9]+", "_", name).strip("_") or "v"
-        if _MACROS.fullmatch(base):
+        if _MACROS.fullmatch(base) or base[0].isdigit():  # a size such as 2*M - 1
             base = f"v_{base}"
         number = 0 if base == name else 1
         while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken or free in apart:

@@ -138,7 +138,8 @@ class Updates:
                 donated = [f"{one.own}{end}" for one in layers[0] for end in one.written]
                 function = hw.block(donate={own: number for number, own in enumerate(donated)}, **types)(function)
             for layer, names_of in zip(layers, operands, strict=True):
-                made = iter(function(**{own: tensors[name] for own, name in names_of.items()}))
+                results: Any = function(**{own: tensors[name] for own, name in names_of.items()})
+                made = iter([results] if isinstance(results, hw.Tensor) else results)  # a function with one result returns a tensor
                 found |= {f"{one.name}{end}": next(made) for one in layer for end in one.written}
         return [found[name] for name in self.written]
 

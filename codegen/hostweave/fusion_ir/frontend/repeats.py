@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
@@ -233,13 +233,14 @@ class _Repeats:
 
         Raises _Unfit if a required column is not contiguous in the inputs.
         """
-        wanted = {column for run in self.runs for column in (*run.each.values(), *run.lagged.values()) if column not in self.stacks}
+        columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
+        wanted = dict.fromkeys(column for column in columns if column not in self.stacks)
         counts = Counter(name for column in wanted for name in column)
         if twice := next((name for name, times in counts.items() if times > 1), None):
             raise _Unfit(next(column for column in wanted if twice in column))
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
-    def in_structs(self, names: list[str], wanted: set[Column]) -> list[Value | tuple[Column, ...]]:
+    def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
@@ -255,7 +256,7 @@ class _Repeats:
                 at += 1
         return found
 
-    def rows(self, names: list[str], begin: int, wanted: set[Column]) -> tuple[Column, ...] | None:
+    def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object]) -> tuple[Column, ...] | None:
         """Interleaved columns of equal length that begin at index `begin`, at least one of which is in `wanted`. None if there are none."""
         for column in wanted:
             try:
@@ -330,6 +331,7 @@ class _Rewriting:
         outputs, donated, groups = self.returned()
         for run in self.found.runs:
             self.pin(run)
+            self.take_as_given(run)
         ops = self.sorted_ops(inputs, outputs)
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
@@ -356,7 +358,7 @@ class _Rewriting:
         outputs: list[tuple[str, str, ParameterGroup | None]] = []
         structs: set[str] = set()
         try:
-            items = self.found.in_structs(old, set(self.outputs))
+            items = self.found.in_structs(old, self.outputs)
         except _Unfit as found:
             raise _Unfit(next(run.key for column, (run, _, _) in self.outputs.items() if column == found.what)) from None
         for item in items:
@@ -402,6 +404,25 @@ class _Rewriting:
                 raise _Unfit(run.key)
         self.functions[function.name] = replace(function, body=tuple(ops))
 
+    def take_as_given(self, run: _Run) -> None:
+        """Makes the function reshard the tensors of a group, because no buffer holds all of them."""
+        function = self.functions[run.function.name]
+        names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
+        for at, value in enumerate(run.function.inputs):
+            given = {type for other in self.found.runs if other.function.name == function.name and (type := self.type_in_group(other, at))}
+            if given <= {inputs[at].type}:
+                continue
+            if len(given) > 1 or value.name in function.donated:
+                raise _Unfit(run.key)
+            inputs[at] = replace(value, name=claim_unique(f"{value.name}_given", names), type=given.pop())
+            reshards.append(Op("reshard", (inputs[at].name,), replace(value, pinned=True), location=run.calls[0].location))
+        self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
+
+    def type_in_group(self, run: _Run, operand: int) -> TensorType | None:
+        """The type of the tensors that an operand takes from a group of inputs; None if it takes no group."""
+        column = (run.each | run.lagged).get(operand)
+        return None if column is None or column in self.found.stacks else self.values[column[0]].type
+
     # --- ops ---
 
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
@@ -421,9 +442,10 @@ class _Rewriting:
         while units:
             for unit in units:
                 new = self.repeat(unit) if isinstance(unit, _Run) else [self.linked(unit)]
-                needed = {name for op in new for name in op.tensors} - {op.result.name for op in new}
+                own = {op.result.name for op in new}
+                needed = dict.fromkeys(name for op in new for name in op.tensors if name not in own)
                 selects = [self.select(name) for name in needed if name in self.element and name not in selected]
-                if needed - elements <= known and all(op.tensors[0] in known for op in selects):
+                if needed.keys() - elements <= known and all(op.tensors[0] in known for op in selects):
                     selected.update(op.result.name for op in selects)
                     ops += [*selects, *new]
                     known.update(op.result.name for op in ops[-len(selects) - len(new) :])
@@ -506,5 +528,6 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        number = number if number < count / 2 else number - count  # counted from the nearer end, so that it does not depend on the depth
+        if number >= count / 2 and not self.depth(count).is_int:  # counted from the nearer end, so that it does not depend on the depth
+            number -= count
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

@@ -18,7 +18,6 @@ The carried value alternates between two buffers, in such an order that the last
 
 from dataclasses import dataclass
 
-from hostweave.base.errors import ProgramError
 from hostweave.communication.steps import Dataflow, expr_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops.attributes import BACKWARD, DEPTH, EACH, INDEX
@@ -82,7 +81,8 @@ class RepeatLowering:
             for number, buffer in apart.items():
                 b.emit(ir.Copy(buffer, places[number]))
         for operand, result in pairs.items():
-            self.end(op, carried[operand], used.get(result, ""), used.get(results + operand, ""))
+            kept, all_given = (used.get(results + number, "") for number in (operand, len(function.inputs) + result))
+            self.end(op, carried[operand], used.get(result, ""), kept, all_given)
 
     def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
         """True if a function returns a result in the memory of an operand."""
@@ -108,15 +108,12 @@ class RepeatLowering:
         b, type, results = self.b, self.b.types[source], len(function.outputs)
         name, kept = used.get(pair[1], ""), used.get(results + pair[0], "")
         wanted = name or f"{op.result.name}_{pair[1]}"
-        if all_given := used.get(results + len(function.inputs) + pair[1], ""):
-            if kept or self.is_updated(function, *pair):
-                why = f"the repeat of @{function.name} cannot keep all values of {wanted} that its calls return"
-                reason = "together with all values that they read" if kept else "because each call overwrites the previous value"
-                raise ProgramError(f"{why}, {reason}; return only the last value", op.location)
+        all_given = used.get(results + len(function.inputs) + pair[1], "")
+        if all_given and not kept and not self.is_updated(function, *pair):
             return _Carried(wanted, source, (self.buffers.buffer_of(all_given),), keeps="given", is_copied=False)
-        if kept:
-            whole = b.allocate(f"{kept}_and_last", BufferType(type.dtype, (op[DEPTH] + 1, *type.shape)))
-            first = b.select(whole, 0, expr_of(op[DEPTH]) if op[BACKWARD] else Const(0), f"{kept}_first")
+        if kept or all_given:
+            whole = b.allocate(f"{kept or wanted}_and_last", BufferType(type.dtype, (op[DEPTH] + 1, *type.shape)))
+            first = b.select(whole, 0, expr_of(op[DEPTH]) if op[BACKWARD] else Const(0), f"{kept or wanted}_first")
             carried = _Carried(wanted, source, (whole,), keeps="taken")
         else:
             first = last = self.buffers.buffer_of(name) if name else b.allocate(wanted, type)
@@ -154,18 +151,23 @@ class RepeatLowering:
         before, given = b.choose(is_even, first, second, f"{name}_before"), b.choose(is_even, second, first, own)
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
-    def end(self, op: Op, carried: _Carried, name: str, kept: str) -> None:
-        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps their stack."""
+    def end(self, op: Op, carried: _Carried, name: str, kept: str, all_given: str) -> None:
+        """Maps the last carried value to its buffer. If one buffer keeps all values, also maps the stacks of all operands and results."""
         if not carried.keeps:
             return
         (whole,) = carried.buffers
         end = expr_of(op[DEPTH])
         if carried.keeps == "taken":
-            self.buffers.by_value[kept] = self.b.slice(whole, 0, op[DEPTH], Const(int(op[BACKWARD])), kept)
+            if kept:
+                self.buffers.by_value[kept] = self.b.slice(whole, 0, op[DEPTH], Const(int(op[BACKWARD])), kept)
+            if all_given:
+                self.put(self.b.slice(whole, 0, op[DEPTH], Const(int(not op[BACKWARD])), all_given), all_given)
         else:
             end = end - 1
-        if not name or (name not in self.buffers.by_value and not self.flow.consumers[name]):
-            return
-        last = self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name)
-        if self.buffers.by_value.setdefault(name, last) != last:
-            self.b.emit(ir.Copy(last, self.buffers.by_value[name]))
+        if name and (name in self.buffers.by_value or self.flow.consumers[name]):
+            self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
+
+    def put(self, view: str, name: str) -> None:
+        """Maps a value to a view, or copies the view if the value has memory."""
+        if self.buffers.by_value.setdefault(name, view) != view:
+            self.b.emit(ir.Copy(view, self.buffers.by_value[name]))
