@@ -88,7 +88,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A chain that mixes *, / and % is hard to read without parentheses. Only repeated * has none.
+        # A chain that mixes *, / and % is hard to read without parentheses. So only a chain of * has none.
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"

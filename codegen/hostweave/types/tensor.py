@@ -405,7 +405,7 @@ def bind_sizes(
 
     Sizes named in `uneven` need not divide evenly. If `uneven` is None, no size needs to.
 
-    Raises ArgumentError if a shape does not fit its type, a name has two sizes, or ranks cannot share a dim evenly.
+    Raises ArgumentError if a shape does not fit its type, a name has two sizes, or ranks cannot split a dim evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

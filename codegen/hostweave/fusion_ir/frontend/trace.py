@@ -39,7 +39,7 @@ def _sign(written: str) -> Callable[[Tensor], Tensor]:
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """Method of a binary operator for the left operand, and the reflected method, for a tensor whose left operand is a number."""
+    """The method of a binary operator, and its reflected method, which Python calls if the left operand is a number."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 

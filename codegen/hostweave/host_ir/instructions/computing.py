@@ -43,7 +43,7 @@ class Matmul(Compute):
 
     If a and b are 8-bit floats, they have f32 `scales`. a is then [M, K] with contiguous rows, and b is [K, N] with contiguous columns. The
     scale of a is [1, 1], [M, 1], [M, K/128] or [M/128, K/128]. Each of its elements multiplies one block of a. The same rules hold for b.
-    Scales of blocks have the layout of cuBLASLt: see `scales_lie`.
+    Scales of blocks have the layout that cuBLASLt requires; the verifier checks it.
     """
 
     a: Read

@@ -83,7 +83,8 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait before it reads a value. A value without an event is read only by the copy for a view."""
+        """Makes the caller's stream wait before it reads a value. A value that no op reads has no event: only a copy of a view of it, at
+        the end of the body, reads it."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:
