@@ -22,8 +22,8 @@ def nccl() -> int:
 
 
 def quick_options() -> tuple[str, ...]:
-    """Options that disable the optimisations of NVRTC. From CUDA 13 on, it then takes a third of the time; before, almost as long as
-    without."""
+    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, it takes almost
+    as long as with optimisations."""
     try:
         compiler = find_target("cuda").toolchain().kernel_compiler
     except BuildError:

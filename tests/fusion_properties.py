@@ -1,4 +1,4 @@
-"""Properties that must hold for each random fusion that is not refused: it is lowered, checked and interpreted as NumPy computes it."""
+"""Properties of each random fusion that is not refused: it can be lowered, passes the check, and is interpreted with NumPy's results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # programs do the same for uneven sizes
+        try:  # calls do the same for uneven sizes
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:

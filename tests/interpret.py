@@ -117,7 +117,7 @@ class _Rank:
         self.world, self.rank = world, rank
         self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
-        # All bits set is NaN in every float dtype.
+        # With all bits set, a float of every dtype is NaN.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
         world.memories.append(self.bytes)
         for name, array in inputs.items():

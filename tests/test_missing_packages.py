@@ -85,7 +85,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_none_is_imported_in_another_way() -> None:
-    """Optional packages are only imported by one function. Exceptions are `hostweave.torch`, which imports PyTorch, and code that finds a
+    """Only one function imports optional packages. Exceptions are `hostweave.torch`, which imports PyTorch, and code that finds a
     package in sys.modules."""
     others = {EXAMPLES, BENCHMARKS, RUNTIME, PACKAGE / "torch"}
     files = [path for path in PACKAGE.rglob("*.py") if not others & {*path.parents}]

@@ -1,4 +1,4 @@
-"""Tests that programs that the check accepts are correct in random schedules. The programs are mutants with one change.
+"""Runs mutants with one change in random schedules. A mutant that the check accepts must be correct.
 
 When an operation starts, it reads its inputs and fills its outputs with NaN. When it ends, it writes its outputs. The caller writes inputs
 and reads outputs on a separate stream. All other memory is NaN before and after the call.

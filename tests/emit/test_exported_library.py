@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# A parent project with other settings. Added programs give it only targets.
+# A parent project with other settings. It gets only targets from the programs that it adds.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)

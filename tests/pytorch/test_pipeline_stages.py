@@ -178,7 +178,7 @@ def expect_steps(name: str, schedule: str, mesh: hw.Mesh, clip: float | None, in
         assert list(states[0]) == list(states[1])
         for key, value in states[0].items():
             torch.testing.assert_close(value, states[1][key])
-    theirs.load_state_dict(mine.state_dict())  # torch takes over where the program ended
+    theirs.load_state_dict(mine.state_dict())  # torch continues where the program ended
     theirs.step()
 
 

@@ -238,7 +238,7 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # no poll between the calls
+            time.sleep(0.1)  # earlier calls end in this time, in which `progress` is not read
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress

@@ -169,7 +169,7 @@ def test_what_is_there_is_not_copied() -> None:
 
 
 def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
-    """The slice of %x is made in each of two `on` bodies, because the first body is a C++ block that ends."""
+    """The slice of %x is made in each of two `on` bodies, because the C++ scope of the first body has ended."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
           %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
