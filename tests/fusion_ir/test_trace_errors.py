@@ -198,7 +198,7 @@ ERRORS = {
     "var": (
         "return hw.var(x, correction=0.5)",
         {},
-        "4: var: correction=0.5 of K*M elements is not an int; write an int, or int sizes",
+        "4: var: correction=0.5 is not an int, as the symbolic size K*M requires; use int sizes",
     ),
     "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
     "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),

@@ -35,7 +35,7 @@ def random_inputs(
     return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MOST_BLOCKS = 2**13, 32  # numbers of a block, and blocks that are kept: all checks of a process use the same random numbers
+BLOCK, MOST_BLOCKS = 2**13, 32  # numbers per block, and cached blocks: all checks of a process draw the same numbers
 
 
 @lru_cache(MOST_BLOCKS)
@@ -46,7 +46,7 @@ def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
 
 
 class _Random:
-    """Random numbers: floats from one block after another, and a generator of integers."""
+    """Draws random numbers: floats from consecutive blocks, integers from a generator."""
 
     def __init__(self) -> None:
         self.integers = np.random.default_rng(39).integers

@@ -95,7 +95,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
-        raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is not an int; write an int, or int sizes")
+        raise ProgramError.here(f"{name}: correction={correction!r} is not an int, as the symbolic size {count} requires; use int sizes")
     # Puts the sum of differences and the sum of squares into one tensor, so that one all-reduce covers both.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
@@ -179,7 +179,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    """True if `shape` broadcasts to `to`, and the broadcast shape is `to`."""
+    """True if `shape` broadcasts to exactly `to`."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 

@@ -61,7 +61,7 @@ def _infer(kinds: tuple[str, ...]) -> Infer:
 
 def _argmax(types: Types, op: Op) -> TensorType:
     if len(op[AXES]) != 1:
-        raise Mismatch(f"axis={op[AXES]} is not one dim; reshape them to one first")
+        raise Mismatch(f"axis={op[AXES]} names {len(op[AXES])} dims; reshape them to one first")
     return TensorType(i64, _infer(NUMBERS)(types, op).dims)
 
 
