@@ -6,6 +6,7 @@ the rank that owns the chunk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +35,7 @@ class Dataflow:
         return self.fusion.mesh
 
     @cached_property
-    def values(self) -> dict[str, Value]:
+    def values(self) -> Mapping[str, Value]:
         return self.fusion.values()
 
     @cached_property

@@ -242,8 +242,12 @@ class Fusion:
         """Maps each value that a loop computes to the loop."""
         return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
-    def values(self) -> dict[str, Value]:
+    def values(self) -> Mapping[str, Value]:
         """All values by name, in order of definition."""
+        return self._values
+
+    @cached_property
+    def _values(self) -> dict[str, Value]:
         return {value.name: value for value in (*self.inputs, *(op.result for op in self.ops))}
 
     @property
