@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imported on first use, see Compiled.report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # a check that the user requests compares so many times as many elements
+ASKED = 10  # factor by which a check that the user requests compares more elements
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
@@ -198,7 +198,7 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
         why = f"there is no choice named {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: ways: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
-        raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
+        raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; omit it")
     made.target.expect_kernels(host.user_kernels)
     for parameter in host.arguments:
         if parameter.name in OPTIONS_OF_RUN:

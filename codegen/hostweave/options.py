@@ -48,8 +48,8 @@ class Options:
         chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         All-reduces of few bytes are fused into the kernels that consume them.
 
-      With peer or one_sided, chunk loops move only shards of tensors that are on all ranks: by put, by ring, or as slices of every rank's
-      shard.
+      With peer or one_sided, chunk loops support only tensors whose mesh has all ranks. They move shards by put or by ring, or in slices of
+      every rank's shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in

@@ -101,7 +101,7 @@ class Running:
         return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
     def _rebound(self, held: Bound | None) -> Bound | None:
-        """Binds the arrays that another variant has bound to this one."""
+        """Binds to this variant the arrays that another variant has bound."""
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 

@@ -72,7 +72,8 @@ class Variants(Generic[R]):
         with self._lock:
             if names not in self._made:
                 made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)
-                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}  # equal windows are possible
+                # Several variants may have equal windows.
+                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}
                 same = made.host.windows == self._compiled.host.windows
                 self._made[names] = None if same else known.get(made.host.windows) or self._running(made)
             return self._made[names]

@@ -253,7 +253,7 @@ def test_what_was_compiled_for_windows_gets_them() -> None:
     assert str(caught.value) == (
         "shared: run: x, h: is compiled for arrays in a rank's window; call the program in a group, or omit Options(windows=...)"
     )
-    with pytest.raises(ProgramError, match="shared: Options: windows: there is no input or output z; leave it out"):
+    with pytest.raises(ProgramError, match="shared: Options: windows: there is no input or output z; omit it"):
         hw.compile(fusion, options=hw.Options(windows=("z",)))
     with pytest.raises(ProgramError, match=r"Options: windows='x' is not a tuple of names; write windows=\(\"x\",\)"):
         hw.Options(windows="x")  # type: ignore[arg-type]

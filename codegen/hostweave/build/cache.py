@@ -265,7 +265,7 @@ def _sums(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Raises BuildError with a message of one line in place of an error of the file system."""
+    """Converts errors of the file system inside the `with` block to a BuildError with a message of one line."""
     try:
         yield
     except OSError as error:
@@ -427,7 +427,7 @@ def _beside(entry: Path) -> Path:
 
 
 def _remove(entry: Path) -> None:
-    """Removes an entry atomically, or whatever file has its path."""
+    """Removes an entry atomically. Also removes a file that has the path of an entry."""
     gone = _beside(entry)
     try:
         entry.rename(gone)

@@ -40,7 +40,9 @@ def listed() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks, or all benchmarks for which this machine has enough GPUs. Returns the first non-zero exit status, or 0.
+    """Runs the named benchmarks. Returns the last non-zero exit status, or 0.
+
+    Without names, runs all benchmarks that this machine can run, except for `figures`, which itself runs the others.
 
     Raises HostweaveError if a name is unknown, or if a named benchmark needs more GPUs or a missing package.
     """
@@ -63,6 +65,6 @@ def bench(names: Sequence[str]) -> int:
 def _lacking(name: str) -> str | None:
     """Text that says which requirement of a benchmark this machine does not meet, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
-        return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
+        return f"needs {needed} GPU{'s' if needed > 1 else ''}, but this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]
     return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None

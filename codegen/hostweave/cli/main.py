@@ -121,9 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     wheel_help = "also build a wheel of this version (default 0.1.0) for --target, which does not need Hostweave, in FOLDER/dist"
     export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
 
-    benchmarks = add(
-        "bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.", as_json
-    )
+    benchmarks = add("bench", _bench, "Run the benchmarks that this machine can run, and compare with other libraries.", as_json)
     benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all benchmarks that this machine can run")
     benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 

@@ -210,7 +210,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
-    """One rank for each set of ranks that belong to the same meshes: the smallest one."""
+    """The smallest rank of each set of ranks that belong to the same meshes."""
     meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:

@@ -25,7 +25,7 @@ _STORE = 10.0  # maximum seconds for the store to answer whether the group has f
 
 
 class CalledProgram(Protocol):
-    """A program of this rank that was called in a group: a LocalProgram."""
+    """A program that this rank has called in a group. LocalProgram implements it."""
 
     @property
     def progress(self) -> tuple[str, int, int, float]: ...
@@ -34,7 +34,7 @@ class CalledProgram(Protocol):
 
 
 class BegunCalls(Protocol):
-    """Sizes of the calls of a program that this rank has made: a LastSizes."""
+    """Sizes of the calls of a program that this rank has made. LastSizes implements it."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
 

@@ -83,7 +83,7 @@ calls = _Calls()
 def expect_going_on() -> None:
     """Raises Exiting if the interpreter is exiting. Raises Interrupted if no thread waits for the result of the current one.
 
-    Calls that wait poll it.
+    Functions that wait call this repeatedly.
     """
     if calls.ending:
         raise Exiting("the interpreter is exiting; join threads that run programs before the main thread ends")

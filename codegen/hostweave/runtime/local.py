@@ -296,7 +296,7 @@ class LocalProgram:
         return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
-        """Results for the caller. For a donated input that is the caller's array, or a reshaped view if the result has another shape."""
+        """Results for the caller. A result in a donated input is the caller's array, or a reshaped view of it if the shapes differ."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None

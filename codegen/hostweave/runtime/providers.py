@@ -103,7 +103,7 @@ class Threads:
             return self.parts[name]
 
     def fail(self, reason: str) -> None:
-        """Makes all ranks raise that wait for other ranks."""
+        """Makes every rank that waits for other ranks raise."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():

@@ -128,7 +128,7 @@ def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
 
 
 def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
-    """Ranks that have not arrived, each with its known state."""
+    """Text for each rank that has not arrived at the communication, with its known state."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue

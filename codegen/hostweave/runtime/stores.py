@@ -207,7 +207,7 @@ class TcpStore:
     """Client of the server. Each thread that waits uses a separate connection."""
 
     def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
-        """Tries the addresses in turns until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
+        """Tries the addresses one after another until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self.idle: list[socket.socket] = []

@@ -56,7 +56,7 @@ class Target(Protocol):
         return
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """Yields the parts of the target that were found here, as (title, text). The text of a missing part has the package to install."""
+        """Yields the parts of the target that were found here, as (title, text). The text of a missing part names its package."""
 
     def machine(self, ranks: int) -> Machine:
         """Machine for the cost model: measured constants and peer access, for programs of `ranks` ranks."""

@@ -64,7 +64,7 @@ def compile(
     """Compiles a module for the ranks of a mesh: its forward pass, with `training` also its backward pass, with `optimizer` a whole step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` maps names to shardings. Names may have wildcards. A pattern may omit the
-    first words of a path, but its last word must match the last word of the path. An entry is one of:
+    first components of a path, but its last component must match that of the path. An entry is one of:
 
     - a parameter, a buffer or an input, with a mesh axis (`dp+tp` for two axes) or `-` for each dim: `"q_proj.weight": "tp, -"`;
     - the result of a module: `"layers.*": "-, tp, -"`;
@@ -72,7 +72,7 @@ def compile(
       PrepareModuleInput.
 
     A parameter that is a DTensor is sharded already. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are then the
-    inputs of one rank: tensors whose first dim equals that of the first tensor are sharded along it. Results have the rows of the rank, and
+    inputs of one rank: tensors with the same number of rows as the first tensor are sharded by rows. Results have the rows of the rank, and
     a loss is the loss over the rows of all ranks. All other shardings are inferred. Outputs are replicated, unless the plan names the
     module that returns them.
 
@@ -104,7 +104,7 @@ def compile(
     A call splits it along the first dim into `microbatches`. `loss(output, target)` computes the loss, and `target` is the last argument of
     a call. Without `loss` the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto" the
     cost model chooses the order. `optimizer` has the parameters of all stages, but a rank keeps only the state for its stages.
-    `clip_grad_norm` is then the maximum norm over all stages.
+    `clip_grad_norm` is then the maximum norm of the gradients of all stages together.
 
     Raises ProgramError if torch.export fails, or if the plan does not fit the module. The error lists all unsupported ops, with the lines
     that use them.

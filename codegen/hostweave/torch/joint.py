@@ -147,8 +147,8 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """Shardings of results. None (inferred) if the plan or the module states one. Otherwise they are sharded by the rows of ranks, or
-        replicated."""
+        """Sharding of each result that neither the plan nor the module states: by the rows of ranks, or replicated. None for other results,
+        which keep the stated sharding."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]

@@ -31,7 +31,7 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # per argument: result passed to the next layer as it
+    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that the next layer gets as this argument
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
