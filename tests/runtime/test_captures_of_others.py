@@ -87,7 +87,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # ranks are threads, so they compare calls: none of them is prepared
+        if ranks > 1:  # threads compare their calls: after a refused call, no rank is prepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -150,7 +150,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_that_does_not_end_is_seen() -> None:
-    """The watchdog detects a launch by other code that does not end, although no call is made."""
+    """The watchdog detects that a launch by other code does not end, although no call is made."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
