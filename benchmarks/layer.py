@@ -24,7 +24,7 @@ from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time, which a model hides too
-TOLERANCE = 0.02  # relative to the largest element: both round sums of thousands of terms to bf16
+TOLERANCE = 0.02  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 
 
 @dataclass(frozen=True)
