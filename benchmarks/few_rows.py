@@ -24,7 +24,7 @@ SHARE = 0.85  # smallest allowed fraction of a copy's bandwidth, if the weights 
 LARGE = 58_000_000
 ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
-TOLERANCE = 0.02  # relative to the largest element: both round to bf16
+TOLERANCE = 0.02  # relative to the largest element: both implementations round to bf16
 
 
 def main() -> None:

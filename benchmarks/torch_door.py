@@ -39,7 +39,7 @@ from hostweave.build.cuda import gpus
 TOKENS, HIDDEN, HEAD = 4096, 8192, 128
 INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # per rank
 REPETITIONS, WAIT, CALLS = 10, 4_000_000, 5
-TOLERANCE = 0.03  # relative to the largest element: both round sums of thousands of terms to bf16
+TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 SHARDED = Shard(1)  # [batch, sequence, features]
 
 LAYER_PLAN = {
