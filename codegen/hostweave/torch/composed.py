@@ -52,7 +52,8 @@ def cross_entropy(
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
     """The value that x has after `x.copy_(source)`."""
-    return source.to(x.dtype).expand(x.shape)
+    value = source.to(x.dtype)
+    return value if value.shape == x.shape else value.expand(x.shape)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

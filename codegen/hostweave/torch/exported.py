@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.fx import Graph, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -71,12 +72,20 @@ def exported(
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             _without_logs(),
+            without_code(),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
-            with repeats.standing_in(), watched(module) as (reads, _):
-                program = call()
-            if why := repeats.why_apart(program.graph):
+            try:
+                with repeats.standing_in(), watched(module) as (reads, _):
+                    program = call()
+                why = repeats.why_apart(program.graph)
+            except Exception:
+                if not repeats.has_indices:
+                    raise
+                why = "an index in a cache is used where only an int is accepted"  # or the next call raises the same error
+                repeats.how = dict.fromkeys(repeats.paths, "")
+            if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
                 with watched(module) as (reads, _):
                     program = call()
@@ -86,6 +95,7 @@ def exported(
             table = dict(before_derivatives() if training else decompositions())
             program = of_pairs(program.run_decompositions(table), table)
             repeats.write_out(program.graph)
+            _name_outputs(program)
             program, names = _without_empty_parts(program), repeats.names_read(reads)
         cast_parameters(program, module)
         return program, repeats.how, names
@@ -95,6 +105,11 @@ def exported(
         raise error_of_torch(type(module).__name__, error) from error
     finally:
         repeats.close()
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Inside, torch does not print its graphs as Python code, because nothing runs them."""
+    return _use_lazy_graph_module(True)
 
 
 @contextmanager
@@ -246,6 +261,13 @@ def _expect_unwritten(node: Node) -> None:
             raise ProgramError(f"{why}, which is not supported in training; write to a clone() of it", location(user))
         if any(argument.alias_info is not None for argument in of_node):
             _expect_unwritten(user)
+
+
+def _name_outputs(program: ExportedProgram) -> None:
+    """Gives the outputs of the signature the names of the nodes that are returned now."""
+    for spec, node in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
+        if isinstance(node, Node):
+            spec.arg.name = node.name
 
 
 def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
-from hostweave.torch.exported import decompositions, error_of_torch
+from hostweave.torch.exported import decompositions, error_of_torch, without_code
 from hostweave.torch.graph import (
     ATTENTION,
     RESHARD,
@@ -62,10 +62,12 @@ class Joint:
     @cached_property
     def _parts(self) -> tuple[GraphModule, GraphModule]:
         parts = self._cut()
-        return self._cut() if _save_alike(self.whole, self._kept(parts[0])) else parts
+        with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
+            return self._cut() if _save_alike(self.whole, self._kept(parts[0])) else parts
 
     def _cut(self) -> tuple[GraphModule, GraphModule]:
-        return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
+        with without_code():
+            return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
 
     def _kept(self, forward: GraphModule) -> list[Node]:
         """Nodes that a forward graph computes for the backward graph."""
@@ -271,7 +273,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
     rules = {op: rule for op, rule in _decompositions().items() if str(op).removeprefix("aten.") not in TABLE}
     try:
-        made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
+        with without_code():
+            made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
         derivatives.write_out(made.graph)
     except ProgramError:
         raise

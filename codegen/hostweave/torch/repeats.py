@@ -7,10 +7,11 @@ differ. After ops were decomposed, the nodes of the first layer are copied for t
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,9 +23,10 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from hostweave.torch.layer_caches import INDEX, Index, Part, State, Tensor, described, flat, is_cache, tensors_in
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
-from hostweave.torch.state import NUMBERS, is_same
+from hostweave.torch.state import is_same
 
 _TRACING = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
@@ -64,6 +66,8 @@ class _First:
     reads: dict[str, dict[str, _Read]]  # path of a submodule -> attributes that it read
     returned: list[Any]  # results of the layer, with indices in place of tensors
     spec: Any
+    indices: dict[str, Index]  # submodule -> its index in a cache
+    state: State | None  # state of the cache after the layer
 
 
 class Repeats:
@@ -78,7 +82,13 @@ class Repeats:
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         ]
         self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
-        self._is_inside = False
+        self._writable: dict[int, int] = {}  # number of a traced layer -> its first tensor that is the state of a cache
+        self._is_inside = self.has_indices = False
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all layers."""
+        return [path for path, _ in self._layers]
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -91,48 +101,68 @@ class Repeats:
 
     def _forward(self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = _flat((args, kwargs))
-            call = _call_of(leaves, spec)
+            leaves, spec = flat((args, kwargs))
+            (*given,) = {id(leaf): leaf for leaf in leaves if is_cache(leaf)}.values()
+            part = Part(given[0], layer) if len(given) == 1 else None
+            call = _call_of(leaves, spec, part)
             if self._is_inside or call is None:
-                self.how.setdefault(path, "traced: it takes objects that are neither tensors nor numbers")
+                self.how.setdefault(path, "traced: it takes objects that are neither tensors nor numbers nor a cache")
                 return own(*args, **kwargs)
             firsts, why = self._firsts.setdefault(path.rpartition(".")[0], []), ""
             for first in firsts:
                 if not (differs := _difference(first, layer, structure, call)):
                     self.how[path] = f"as {first.path}"
-                    made = ops.layer(_tensors(leaves), _own(layer), first.number, path)
+                    made = ops.layer(_taken(leaves, part), _own(layer), first.number, path)
+                    if part is not None and first.state is not None:
+                        part.put(first.state, made)
                     return _rebuilt(made, first.returned, first.spec)
                 why = why or f": {differs} from {first.path}"
             self.how[path] = f"traced{why}"
-            return self._traced(path, layer, own, structure, call, leaves, spec)
+            return self._traced(path, layer, own, structure, call, leaves, spec, part)
 
         return forward
 
     def _traced(
-        self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object, call: object, leaves: list[Any], spec: Any
+        self,
+        path: str,
+        layer: nn.Module,
+        own: Callable[..., Any],
+        structure: object,
+        call: object,
+        leaves: list[Any],
+        spec: Any,
+        part: Part | None,
     ) -> Any:
-        number = next(numbers)
-        begun = iter(ops.layer_begins(_tensors(leaves), _own(layer), number))
-        args, kwargs = pytree.tree_unflatten([next(begun) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        number, arguments = next(numbers), tensors_in(leaves)
+        begun = list(ops.layer_begins(_taken(leaves, part), _own(layer), number))
+        self._writable[number] = len(arguments)
+        given, indices = iter(begun), None if part is None else dict[str, Index]()
+        self.has_indices |= part is not None
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         self._is_inside = True
         try:
-            with watched(layer) as (reads, written):
+            with watched(layer, indices) as (reads, written), nullcontext() if part is None else part.lent(list(given)):
                 made = own(*args, **kwargs)
         finally:
             self._is_inside = False
-        results, made_spec = _flat(made)
-        described = _call_of(results, made_spec)
-        if written or described is None:
-            why = f"it writes its attribute {written[0]}" if written else "it returns an object that is neither a tensor nor a number"
+        results, made_spec = flat(made)
+        tensors = tensors_in(results)
+        state, why = (None, "") if part is None else part.after(tensors)
+        if described(results) is None:
+            why = "it returns an object that is neither a tensor nor a number"
+        why = f"it writes its attribute {written[0]}" if written else why
+        if why:
             self.how[path] = f"traced separately: {why}"
-            return made
-        tensors = _tensors(results)
-        results_of[number] = [laid_out(one) for one in tensors]
-        places = count()
-        returned = [_Tensor(next(places)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
-        firsts = self._firsts[path.rpartition(".")[0]]
-        firsts.append(_First(path, number, structure, call, reads, returned, made_spec))
-        return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
+        else:
+            results_of[number] = [laid_out(one) for one in tensors]
+            places = count()
+            returned = [Tensor(next(places)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
+            firsts = self._firsts[path.rpartition(".")[0]]
+            firsts.append(_First(path, number, structure, call, reads, returned, made_spec, indices or {}, state))
+            tensors = ops.layer_ends(tensors, number)
+        if part is not None and state is not None:
+            part.put(state, tensors)
+        return made if why else _rebuilt(tensors, returned, made_spec)
 
     def why_apart(self, graph: Graph) -> str:
         """Reason why the first layer of an exported graph cannot represent the others: code outside depends on its inner values or on its
@@ -141,6 +171,8 @@ class Repeats:
         for node in graph.nodes:
             own = region.get(node)
             for argument in node.all_input_nodes:
+                if isinstance(argument.meta.get("val"), torch.SymInt):  # equal layers compute with equal sizes
+                    continue
                 of = region.get(argument)
                 if own is not None and of != own and argument.op == "call_function" and argument.target is not ops.layer_begins.default:
                     return f"{node.name} reads {argument.name}, which is not an argument of its layer"
@@ -148,7 +180,9 @@ class Repeats:
                     return f"{node.name} reads {argument.name}, which its layer does not return"
             for written in _written_by(node):
                 root = _root(written)
-                if str(root.target).startswith("hostweave.layer") or (own is not None and region.get(root) != own):
+                if _is_begun(root) and root.args[1] >= self._writable[root.args[0].args[2]]:
+                    continue
+                if _is_begun(root) or str(root.target).startswith("hostweave.layer") or (own is not None and region.get(root) != own):
                     return f"{node.name} writes to {written.name} in place"
         return ""
 
@@ -171,18 +205,9 @@ class Repeats:
                 results_of.pop(first.number, None)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    number: int
-
-
-def _flat(values: Any) -> tuple[list[Any], Any]:
-    """Flattens only Python's built-in containers. Other objects may have state."""
-    return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
-
-
-def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _taken(leaves: list[Any], part: Part | None) -> list[torch.Tensor]:
+    """The tensors that a layer takes: its arguments, and those of its state in a cache."""
+    return [*tensors_in(leaves), *(part.tensors if part is not None else ())]
 
 
 def _own(layer: nn.Module) -> list[torch.Tensor]:
@@ -190,24 +215,16 @@ def _own(layer: nn.Module) -> list[torch.Tensor]:
 
 
 def _rebuilt(made: list[torch.Tensor], returned: list[Any], spec: Any) -> Any:
-    return pytree.tree_unflatten([made[leaf.number] if isinstance(leaf, _Tensor) else leaf for leaf in returned], spec)
+    return pytree.tree_unflatten([made[leaf.number] if isinstance(leaf, Tensor) else leaf for leaf in returned], spec)
 
 
-def _described(tensor: torch.Tensor) -> tuple[object, ...]:
-    return *laid_out(tensor), tensor.device
-
-
-def _call_of(leaves: list[Any], spec: Any) -> object | None:
-    """Key of a call. Calls of equal layers have equal keys. None if sizes or objects cannot be compared."""
-    found: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
-            found.append(_described(leaf))
-        elif type(leaf) in NUMBERS:
-            found.append((type(leaf), leaf))
-        else:
-            return None
-    return found
+def _call_of(leaves: list[Any], spec: Any, part: Part | None) -> object | None:
+    """Key that is equal for calls of equal layers; None if objects cannot be compared."""
+    state = part.key() if part is not None else []
+    arguments = described([None if part is not None and is_cache(leaf) else leaf for leaf in leaves])
+    if state is None or arguments is None:
+        return None
+    return [spec, torch.is_grad_enabled(), torch.is_autocast_enabled(), arguments, state]
 
 
 def _structure(layer: nn.Module) -> object:
@@ -215,7 +232,7 @@ def _structure(layer: nn.Module) -> object:
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
     places: dict[int, int] = {}
     tensors = [
-        (name, *_described(one), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
+        (name, described([one]), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
     ]
     return modules, tensors
 
@@ -230,6 +247,8 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: object
         held = vars(layer.get_submodule(path))
         for name, read in reads.items():
             now = held.get(name, _ABSENT)
+            if name == INDEX and path in first.indices and type(now) is int and first.indices[path].equals(now):
+                continue
             contents = _contents(read.found if now is _ABSENT else now)
             if not is_same(read.value, now) or not is_same(read.contents, contents):
                 return f"its {f'{path}.{name}'.lstrip('.')} differs"
@@ -257,30 +276,36 @@ def _contents(value: Any) -> Any:
 
 
 @contextmanager
-def watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
+def watched(layer: nn.Module, indices: dict[str, Index] | None = None) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """Records, inside the `with` block, the attributes that submodules of a layer read, by path, and the names of attributes that are
-    written."""
+    written. With `indices` a submodule reads an `Index` as its index in a cache, which is added to `indices`.
+    """
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
         for path, part in layer.named_modules():
             own = type(part)
             stack.callback(setattr, part, "__class__", own)
-            part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written)
+            index = None
+            if indices is not None and type(vars(part).get(INDEX)) is int:
+                index = indices[path] = Index(vars(part)[INDEX])
+            part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written, index)
         yield reads, written
         of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
         written += [name for name, read in of_all if not is_same(read.contents, _contents(read.found))]
 
 
-def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str]) -> Any:
+def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str], index: Index | None) -> Any:
     def get(self: Any, name: str) -> Any:
         found = own.__getattribute__(self, name)
         if name == "__dict__":
             if not sys._getframe(1).f_code.co_filename.startswith(_TRACING):
                 reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
+                if index is not None:
+                    index.read()
         elif name not in _STRUCTURE and name not in reads:
             reads[name] = _Read.of(held.get(name, _ABSENT), found)
-        return found
+        return index if name == INDEX and index is not None else found
 
     def put(self: Any, name: str, value: Any) -> None:
         if name not in ("__dict__", "__class__"):  # torch also ignores these when it traces modules
@@ -340,9 +365,14 @@ def _written_by(node: Any) -> list[Node]:
     return [value for value, one in zip(node.args, written, strict=False) if one and isinstance(value, Node)]
 
 
+def _is_begun(node: Any) -> bool:
+    """True for a tensor that a traced layer takes."""
+    return node.target is operator.getitem and node.args[0].target is ops.layer_begins.default
+
+
 def _root(node: Any) -> Any:
     """Node that owns the memory of a node, which may be a view."""
-    while node.args and isinstance(node.args[0], Node):
+    while node.args and isinstance(node.args[0], Node) and not _is_begun(node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not any(one.alias_info for one in schema.returns):
             break

@@ -31,6 +31,7 @@ from hostweave.types.tensor import TensorType
 LEAST = 2  # fewest calls that become a repeat
 
 Column = tuple[str, ...]  # in the order of the calls: the values of one operand, or of one result
+_Roles = list[tuple[set[object], set[object], Column]]
 
 
 class _Unfit(Exception):
@@ -94,18 +95,19 @@ def repeat_calls(fusion: Fusion) -> Fusion:
     """Replaces runs of calls by repeats. Returns the fusion itself if there are none."""
     unfit: set[object] = set()
     groups: dict[Column, bool] = {}
+    roles: dict[str, _Roles] = {}
     while True:
         try:
-            found = _Repeats(fusion, unfit, groups)
+            found = _Repeats(fusion, unfit, groups, roles)
             return _Rewriting(found).fusion() if found.runs else fusion
         except _Unfit as one:
             unfit.add(one.what)
 
 
 class _Repeats:
-    def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool]):
-        """`groups` caches which columns of inputs can be parameter groups. All attempts share it."""
-        self.fusion, self.unfit, self.groups = fusion, unfit, groups
+    def __init__(self, fusion: Fusion, unfit: set[object], groups: dict[Column, bool], roles: dict[str, _Roles]):
+        """`groups` caches which columns of inputs can be parameter groups, and `roles` the roles of operands. All attempts share them."""
+        self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
         self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
         self.made = {op.result.name: op for op in fusion.ops}
@@ -152,17 +154,21 @@ class _Repeats:
         in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
-            given = self.results_of(before)
-            own: list[set[object]] = [
-                {*(("carried", at) for at, name in enumerate(given) if name == b)}
-                | ({"shared"} if a == b else set())
-                | ({"in turn"} if a != b and not in_turn.isdisjoint((a, b)) else set())
-                for a, b in zip(before.tensors, call.tensors, strict=True)
-            ]
+            own = [fixed if not in_turn.isdisjoint(pair) else rest for fixed, rest, pair in self.roles_after(before, call)]
             roles = [a & b for a, b in zip(roles, own, strict=True)] if roles else own
             if not all(roles):
                 return number
         return len(calls)
+
+    def roles_after(self, before: Op, call: Op) -> _Roles:
+        """For each operand: its roles if its values are of one column, its roles otherwise, and the values to look for in columns."""
+        if call.result.name not in self.roles:
+            given, found = self.results_of(before), _Roles()
+            for a, b in zip(before.tensors, call.tensors, strict=True):
+                rest = {*(("carried", at) for at, name in enumerate(given) if name == b), *(("shared",) if a == b else ())}
+                found.append((rest | {"in turn"}, rest, (a, b) if a != b else ()))
+            self.roles[call.result.name] = found
+        return self.roles[call.result.name]
 
     def results_of(self, call: Op) -> list[str]:
         """Names of the results of a call, with "" for a result that is not used."""
@@ -176,9 +182,10 @@ class _Repeats:
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
         if is_inner or any(value.type.mesh for value in function.values().values()):
             return None
-        run = _Run(function, tuple(calls), tuple(zip(*map(self.results_of, calls), strict=True)))
+        run = _Run(function, tuple(calls), ())
         if run.key in self.unfit:
             return None
+        run.results = tuple(zip(*map(self.results_of, calls), strict=True))
         before = {column[:-1]: at for at, column in enumerate(run.results)}
         in_turn = dict[int, Column]()
         for at, column in enumerate(run.columns):
@@ -194,6 +201,8 @@ class _Repeats:
             run.each = {at: column for at, column in run.each.items() if at not in late}
             if len(run.lagged) == len(late):
                 return run
+        if not self.stacks:  # later attempts have fewer groups, and these calls cannot repeat there either
+            self.unfit.add(run.key)
         return None
 
     def placed(self, run: _Run, at: int) -> tuple[Column, TensorType] | None:

@@ -1,0 +1,220 @@
+"""The state of a cache of transformers that one layer of a model uses, and the layer's index in the cache.
+
+While a layer is traced, `Part` puts a watched list in place of `cache.layers`, and the layer's `layer_idx` is an `Index`. So it is known
+if the layer uses more of the cache than its own state, and if its index has an effect besides the choice of this state.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hostweave.torch.state import NUMBERS, is_same
+
+INDEX = "layer_idx"  # the attribute by which modules of transformers know their place in a cache
+
+
+class Index:
+    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int is the same."""
+
+    __class__: type = int
+
+    def __init__(self, value: int):
+        self.value, self.is_read, self._compared = value, False, list[tuple[str, Any, Any]]()
+
+    def read(self) -> int:
+        """The int, for a use that depends on its value."""
+        self.is_read = True
+        return self.value
+
+    def equals(self, other: int) -> bool:
+        """True if the recorded uses give the same results for another int."""
+        if self.is_read:
+            return self.value == other
+        return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
+
+    def compare(self, name: str, operand: Any) -> Any:
+        operand = operand.value if type(operand) is Index else operand
+        made = getattr(operator, name)(self.value, operand)
+        self._compared.append((name, operand, made))
+        return made
+
+    def __hash__(self) -> int:
+        return hash(self.read())
+
+
+def _compares(name: str) -> Callable[[Index, Any], Any]:
+    return lambda index, operand: index.compare(name, operand)
+
+
+def _reads(name: str) -> Callable[..., Any]:
+    stem = name.removeprefix("__r")
+    reflected = f"__{stem}" if hasattr(int, f"__{stem}") else f"__r{name[2:]}"
+
+    def read(index: Index, *operands: Any) -> Any:
+        made = getattr(index.read(), name)(*operands)
+        return getattr(operands[0], reflected)(index.value) if made is NotImplemented else made
+
+    return read
+
+
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Index, _name, _compares(_name))
+for _name in set(dir(int)) - set(dir(object)):
+    if callable(getattr(int, _name)):
+        setattr(Index, _name, _reads(_name))
+for _name in ("__repr__", "__str__", "__format__", "__reduce_ex__"):
+    setattr(Index, _name, _reads(_name))
+
+
+def is_cache(value: Any) -> bool:
+    """True for a cache of transformers with a list of layers."""
+    return hasattr(type(value), "update") and isinstance(getattr(value, "__dict__", {}).get("layers"), list)
+
+
+class _Layers:
+    """The layers of a cache. It records if another one than the layer's own is used."""
+
+    def __init__(self, layers: list[Any], own: int | None):
+        self._layers, self._own, self.others = layers, own, False
+
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) is Index and key.value == self._own:
+            return self._layers[self._own]
+        self.others = True
+        return self._layers[key]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.others = True
+        return iter(self._layers)
+
+    def __getattr__(self, name: str) -> Any:
+        self.others = True
+        return getattr(self._layers, name)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Stands for a result of a layer, in its return value or in its state."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Stands for a tensor that the state had before the call."""
+
+    number: int
+
+
+class State(NamedTuple):
+    """The state after a call, and the tensors of the state before that were written to, with the number of the result for each."""
+
+    leaves: list[Any]
+    spec: Any
+    written: dict[int, int]
+
+
+class Part:
+    """The part of a cache that a layer of a model may use: the state of one layer of the cache, and the cache's other attributes."""
+
+    def __init__(self, cache: Any, layer: nn.Module):
+        indices = {vars(part)[INDEX] for part in layer.modules() if type(vars(part).get(INDEX)) is int}
+        self._cache, self._layers, (*few,) = cache, vars(cache)["layers"], indices
+        self._own = few[0] if len(few) == 1 and few[0] < len(self._layers) else None
+        self._state = {} if self._own is None else vars(self._layers[self._own])
+        self._leaves, self._spec = flat(dict(self._state))
+        self._attributes = self._others()
+        self.tensors = tensors_in(self._leaves)
+        self._watched: _Layers | None = None
+
+    def _others(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._cache).items() if name != "layers"}
+
+    def key(self) -> object | None:
+        """Key that is equal for parts of equal form; None if they hold objects that cannot be compared, or one tensor twice."""
+        of = None if self._own is None else type(self._layers[self._own])
+        leaves = described([*self._leaves, *self._attributes.values()])
+        is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)
+        return [type(self._cache), len(self._layers), of, self._spec, list(self._attributes), leaves] if leaves and is_apart else None
+
+    @contextmanager
+    def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, the state has the tensors `begun`, and uses of other layers of the cache are noted."""
+        given, self._watched = iter(begun), _Layers(self._layers, self._own)
+        self._begun = [(tensor, tensor._version) for tensor in begun]
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        self._state.update(pytree.tree_unflatten(leaves, self._spec))
+        vars(self._cache)["layers"] = self._watched
+        try:
+            yield
+        except BaseException:
+            self._state.update(pytree.tree_unflatten(self._leaves, self._spec))
+            raise
+        finally:
+            vars(self._cache)["layers"] = self._layers
+
+    def after(self, made: list[torch.Tensor]) -> tuple[State, str]:
+        """The state after a call, whose tensors are added to `made`. Also a reason why it is no state of other layers, or ""."""
+        assert self._watched is not None
+        leaves, spec = flat(dict(self._state))
+        before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
+        written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}
+        memory = {tensor.untyped_storage()._cdata for tensor in written.values()}
+        new = [leaf for leaf in tensors_in(leaves) if id(leaf) not in before]
+        why = "it uses the cache of other layers" if self._watched.others else ""
+        if described([*leaves, *self._others().values()]) is None or not is_same(self._attributes, self._others()):
+            why = "it writes objects to a cache"
+        if any(tensor.untyped_storage()._cdata in memory for tensor in [*made, *new]):
+            why = "it returns a part of a cache that it writes"
+        numbers = count(len(made))
+        places = [Taken(before[id(x)]) if id(x) in before else Tensor(next(numbers)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        made += [*new, *written.values()]
+        return State(places, spec, dict(zip(written, numbers, strict=False))), why
+
+    def put(self, state: State, made: Sequence[torch.Tensor]) -> None:
+        """Gives the cache the state after a call. Tensors that the layer writes keep their memory."""
+        for number, result in state.written.items():
+            self.tensors[number].copy_(made[result])
+        leaves = [made[x.number] if isinstance(x, Tensor) else self.tensors[x.number] if isinstance(x, Taken) else x for x in state.leaves]
+        self._state.clear()
+        self._state.update(pytree.tree_unflatten(leaves, state.spec))
+
+
+def flat(values: Any) -> tuple[list[Any], Any]:
+    """Flattens only Python's built-in containers. Other objects may have state."""
+    return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
+
+
+def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def described(leaves: Sequence[Any]) -> list[object] | None:
+    """A value for each leaf that is equal for tensors of one layout and equal numbers; None if a leaf is another object."""
+    found: list[object] = [_described(leaf) for leaf in leaves]
+    return None if None in found else found
+
+
+def _described(leaf: Any) -> tuple[object, ...] | None:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(map(_size, leaf.shape)), tuple(map(_size, leaf.stride())), leaf.dtype, leaf.device
+    if type(leaf) in (*NUMBERS, torch.SymInt):
+        return type(leaf), _size(leaf)
+    return None
+
+
+def _size(size: Any) -> Any:
+    """A size as a value that can be compared without a guard."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
