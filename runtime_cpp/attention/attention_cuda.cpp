@@ -31,7 +31,7 @@ bool are_aligned(const std::vector<const void*>& operands) {
                      [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
 }
 
-// Zeroes some rows.
+// Zeroes rows `begin` to `end` of every head.
 cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaStream_t stream) {
   if (begin >= end || x.size == 0) return cudaSuccess;
   for (int64_t i = 0; i < x.batch * x.heads; ++i) {
@@ -117,7 +117,7 @@ class Engine {
     for (const cudaStream_t stream : streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
   }
 
-  // Runs on the addresses of a call.
+  // Executes the plan with the addresses of a call's operands.
   cudaError_t run(std::vector<const void*> values, cudaStream_t stream, const int32_t* offsets = nullptr) const {
     if (packed) {
       PackedSequences of_call = *packed;
@@ -174,7 +174,7 @@ class Engine {
     packed = made;
   }
 
-  // Takes the first recommended engine that works.
+  // Selects the first recommended engine for which cuDNN can build a plan.
   void choose(const Descriptor& ops) {
     Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
     const cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
@@ -215,7 +215,7 @@ cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
-// One batch element per sequence, with the total number of rows as maximum.
+// Describes packed sequences to cuDNN: one batch element per sequence, with the total number of rows as its maximum length.
 AttentionProblem of_sequences(AttentionProblem p) {
   std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
@@ -228,7 +228,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
-// Contiguous rows.
+// Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
 // The first rows may attend to no column. If the diagonal lies beyond a corner, the last rows attend to all columns, and the

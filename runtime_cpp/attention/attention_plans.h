@@ -44,7 +44,7 @@ struct PlannedAttention {
   PlannedAttention(const AttentionProblem& problem, const AttentionOptions& options);
   virtual ~PlannedAttention() = default;
 
-  // Runs on the addresses in `call`.
+  // Executes the plan with the addresses in `call`.
   virtual cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const = 0;
   virtual cudaError_t differentiate(const AttentionKernel& call, cudaStream_t stream) const = 0;
 

@@ -78,7 +78,7 @@ namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-// For functions that touch no Python objects except their arguments and result.
+// Releases the GIL; for functions that access no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // Deleter for objects that use devices and wait for other threads. It releases the GIL, which those threads may need. A forked
@@ -111,7 +111,7 @@ std::vector<hw::Shape> prepare(hw::Instance& instance, const std::vector<hw::Sha
   return instance.prepare(inputs, stream_at(stream));
 }
 
-// Keys of the process groups whose channels this module's program still needs, and this rank's number in each.
+// Keys of the process groups whose channels this module's program still needs, and this rank's index in each.
 std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
   for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))

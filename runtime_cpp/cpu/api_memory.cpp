@@ -85,7 +85,7 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  // Foreign memory may stand for device memory, so only the opposite mistake can be detected.
+  // A program may pass ordinary memory as device memory, so only the use of device memory as host memory can be detected.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;

@@ -240,7 +240,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
   }
   if (const auto captured = capture_record(*event, *on, flags == cudaEventRecordExternal)) return *captured;
   OpPtr op = new_op("record", 0);
-  // Set before submit, which may let others run before it returns.
+  // Set before `submit`, because other threads may run before it returns.
   event->record = op;
   return submit(call.lock, std::move(op), stream);
 }

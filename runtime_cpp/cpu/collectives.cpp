@@ -1,4 +1,4 @@
-// NCCL's collectives, sends and recvs: turns a call, or a group of calls, into one op with a seat in each match.
+// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op, with one seat per call (see Match).
 #include <algorithm>
 #include <cstring>
 #include <memory>

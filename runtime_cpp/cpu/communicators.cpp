@@ -29,7 +29,7 @@ std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_ma
   return *process_groups;
 }
 
-std::set<int>& files_in_the_making() {  // not yet opened by other processes; guarded likewise
+std::set<int>& files_in_the_making() {  // not yet opened by other processes; guarded by the machine's mutex
   static auto* const files = new std::set<int>;
   return *files;
 }

@@ -189,7 +189,7 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
     if (range.begin == 0) return "a null pointer";
     std::uintptr_t base = 0;
     const Allocation* const allocation = memory.find(range.begin, &base);
-    if (!allocation) continue;  // memory of the host program, which may stand for any device's
+    if (!allocation) continue;  // ordinary memory, which a program may pass as memory of any device
     if (range.end() > base + allocation->bytes) {
       return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
              " of an allocation of " + std::to_string(allocation->bytes);
@@ -288,7 +288,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
     const bool left_in_buffer = match.kind == CommKind::send_recv && match.buffered && part.index == 0;
     if (!left_in_buffer && match.state == Match::State::open) exchange(lock, match);
   }
-  if (failed_) {  // the queues are gone, and maybe the stream
+  if (failed_) {  // the failure has discarded the queues, and perhaps the stream
     workers_idle_.notify_all();
     return;
   }
@@ -418,7 +418,7 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // Other ops may keep the matches alive; they must not refer to this stream after its destruction.
+  // Other ops may keep the matches alive. The matches must not refer to this stream after its destruction.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;

@@ -90,7 +90,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
   if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0) return "of 8-bit floats in no multiples of 16";
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 &&
-                   b.type == CUDA_R_8F_E4M3;  // hw::kFewScaledRows, which a kernel of the runtime takes
+                   b.type == CUDA_R_8F_E4M3;  // up to hw::kFewScaledRows rows, for which the runtime has kernels
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
     return "with scales of blocks of such rows";
   if (desc.epilogue & CUBLASLT_EPILOGUE_BIAS && d.type == CUDA_R_32F) return "of 8-bit floats with a bias of f32";

@@ -93,7 +93,7 @@ ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Mak
   return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
 }
 
-// Makes an op run its work and then give a signal.
+// Makes an op run its work and then send a signal.
 void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, std::function<void()> work) {
   const SignalTurn turn = next_signal(comm, peer, number + (in_graph ? kInGraphs : 0));
   const std::uint64_t before = turn.number - 1;

@@ -1,5 +1,5 @@
-// Seeded mode: one step at a time. Rank threads pass a turn around. The holder lets the picker choose among runnable threads and
-// streams, and runs stream steps, until the choice is itself.
+// Seeded mode: one step at a time. Only the thread that has the turn runs. When it waits, it repeatedly lets the picker choose a
+// runnable thread or stream. It runs the step of a chosen stream, and passes the turn to a chosen thread.
 #include <algorithm>
 #include <chrono>
 
@@ -33,7 +33,7 @@ std::chrono::steady_clock::time_point Machine::deadline() const {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
 }
 
-// Waits for the turn. The holder may be blocked outside the device, hence the timeout.
+// Waits for the turn. The thread that has the turn may be blocked outside the device, hence the timeout.
 void Machine::await_turn(Lock& lock, HostThread& me) {
   auto end = deadline();
   std::uint64_t seen = picker->steps();
@@ -92,7 +92,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
   return false;
 }
 
-// The holder leaves: makes steps until another thread can take over.
+// The thread that has the turn leaves. It runs steps until another thread can continue.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
     const std::vector<Candidate> all = choices(nullptr);

@@ -30,7 +30,7 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
     const char* end = argv[i] + argument.size();
     const bool is_number = equals != std::string::npos && std::from_chars(argv[i] + equals + 1, end, value).ptr == end;
     if (!is_number || value < 1)
-      throw std::invalid_argument(argument + ": write NAME=NUMBER, of at least 1; --help lists the names");
+      throw std::invalid_argument(argument + ": write NAME=NUMBER, with a number of at least 1; --help lists the names");
     const auto named = [&](const Setting& setting) { return argument.substr(0, equals) == setting.name; };
     const auto found = std::ranges::find_if(settings, named);
     if (found == settings.end()) throw std::invalid_argument(argument + ": there is no such setting; --help lists them");

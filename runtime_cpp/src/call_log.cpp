@@ -29,7 +29,7 @@ struct LoggedOp {
   cudaStream_t stream = nullptr;
   cudaEvent_t event = nullptr;
   const Channel* channel = nullptr;
-  int peer = 0;    // a number of the world
+  int peer = 0;    // world rank
   int number = 0;  // number of a signal
   int milestone = Milestones::kNone;
   int group = 0;  // number of an NCCL group, from 1
@@ -60,7 +60,7 @@ namespace {
 struct LoggedCall {
   int64_t number;
   LogClock::time_point at;
-  std::shared_ptr<LoggedOps> own;  // null: of a graph
+  std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
   int64_t times;                // the call has ended once its ops have ended this many times
   int end = Milestones::kNone;  // a milestone
@@ -156,7 +156,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // Logs a line without streams, events and channels.
+  // Logs what the streams, events and channels of a line have not logged yet.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -364,7 +364,7 @@ void CallLog::line(const char* call, const char* file, int number) {
   calls.next_line();
 }
 
-// --- looks
+// --- reports of the state
 
 const char* name_of(Standstill::Edge edge) {
   constexpr const char* names[] = {"none", "event", "call_before", "signal", "credit", "transfer", "collective", "unknown"};

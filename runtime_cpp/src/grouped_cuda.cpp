@@ -43,7 +43,7 @@ struct Chosen {
 template <class T>
 using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
 
-// Hopper has products of warpgroups. A process uses GPUs of one kind.
+// Only Hopper has matrix instructions of warpgroups. A process uses GPUs of one kind.
 bool has_warpgroups() {
   static const bool has = [] {
     int device = 0, major = 0, minor = 0;
@@ -101,7 +101,7 @@ Chosen<double> chosen<double>(const GroupedProblem&) {
   return {multiply_groups_plain, kPlainSide, kPlainSide};
 }
 
-// Describes an array of matrices with 16-bit elements. A copy takes a box: 64 elements of each of `box_rows` rows.
+// Describes an array of matrices with 16-bit elements. One copy moves a box: 64 elements of each of `box_rows` rows.
 template <class T>
 cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t rows, int64_t columns, int64_t stride,
                     int64_t pitch, uint32_t box_rows, T) {
@@ -139,7 +139,7 @@ cudaError_t set_maps(GroupedMaps& maps, const GroupedProblem& p) {
   return cudaSuccess;
 }
 
-// Tiles of results, at most.
+// Upper bound for the number of tiles of the result.
 int64_t tiles_of(const GroupedProblem& p, int64_t rows, int64_t columns) {
   const int64_t down = p.outer ? p.groups * ceil_div(p.depth, rows) : ceil_div(p.rows, rows) + p.groups;
   return down * ceil_div(p.columns, columns);

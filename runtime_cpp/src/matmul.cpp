@@ -391,8 +391,9 @@ void MatmulPlan::describe_scales(Plan& plan) const {
   }
   if (p.a.columns % kScaledStep != 0 || p.b.columns % kScaledStep != 0) {
     throw ExecutionError("scaled matmul: " + shape_text(p.a) + " times " + shape_text(p.b) +
-                         ": cuBLASLt multiplies 8-bit floats if the inner dim and the columns divide by " +
-                         std::to_string(kScaledStep) + "; pad them, or give these dims as ints, so that the product is composed");
+                         ": cuBLASLt multiplies 8-bit floats only if the inner dim and the columns are multiples of " +
+                         std::to_string(kScaledStep) +
+                         "; pad them, or declare these dims as ints, so that the product is composed of other ops");
   }
 #if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120800
   if (!plan.zeros) {

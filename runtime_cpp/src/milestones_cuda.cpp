@@ -22,7 +22,7 @@ __global__ void count_up(uint64_t* count, uint64_t* shown);
 
 namespace {
 
-constexpr int kWords = 1 << 16;      // in graphs of a program on a rank
+constexpr int kWords = 1 << 16;      // maximum milestones in the graphs of a program on a rank
 constexpr int kFirstWord = 1 << 30;  // number of the milestone of word 0; numbers below it are events
 
 // Counts of the GPU, and their copies in memory of the host, which it reads while the GPU hangs.

@@ -259,7 +259,7 @@ ncclUniqueId PeerGroup::new_id() {
       pwrite(maker.file, &maker.token, sizeof maker.token, offsetof(Segment, token)) != sizeof maker.token) {
     const std::string why = std::strerror(errno);
     if (maker.file >= 0) close(maker.file);
-    throw ExecutionError("transport peer: no memory that processes share: " + why + kOtherTransport);
+    throw ExecutionError("transport peer: processes cannot share memory: " + why + kOtherTransport);
   }
   {
     const std::lock_guard lock(made_mutex);
@@ -277,7 +277,7 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   State& state = *state_;
   state.rank = rank, state.size = size, state.timeout_seconds = timeout_seconds, state.aborted = &aborted;
   if (size > kRanks) {
-    throw ExecutionError("transport peer: a channel of " + std::to_string(size) + " ranks; the most are " +
+    throw ExecutionError("transport peer: a channel has " + std::to_string(size) + " ranks, but the maximum is " +
                          std::to_string(kRanks) + kOtherTransport);
   }
   state.segment = map_segment(maker);

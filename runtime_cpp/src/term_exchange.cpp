@@ -123,7 +123,7 @@ int64_t TermExchange::most_blocks() const { return shared_.multiprocessors; }
 
 const void* TermExchange::gathered(const void* own, int64_t bytes, cudaStream_t stream) const {
   if (bytes > kExchangeBytes) {
-    throw ExecutionError("a term of " + std::to_string(bytes) + " bytes is too large for a kernel to reduce; the most are " +
+    throw ExecutionError("a term of " + std::to_string(bytes) + " bytes is too large for a kernel to reduce; the maximum is " +
                          std::to_string(kExchangeBytes));
   }
   if (bytes == 0) return this;  // any non-null pointer; no exchange is needed

@@ -120,7 +120,7 @@ def new_id() -> bytes:
 
 
 class World:
-    """One rank of RANKS. All ranks create a program at the same time."""
+    """One of the RANKS ranks. Creating a program is collective: every rank does it."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
         """Joins the world with this id. `device` is the number of a GPU of this host, by default `rank`. A simulated rank needs none."""
@@ -151,7 +151,7 @@ class Program:
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         """Allocates and plans for arrays of these shapes. All ranks must prepare before any rank calls the program.
 
-        `global_shapes` gives the global shape of inputs whose dims the ranks do not share evenly, by name.
+        `global_shapes` gives, by name, the global shapes of inputs whose dims are not divided evenly among the ranks.
         Raises ValueError if an array has the wrong dtype, shape or device.
         """
         inputs = self._tensors(INPUTS, arrays, global_shapes or {})
@@ -182,7 +182,7 @@ class Program:
         return results[0] if len(results) == 1 else tuple(results)
 
     def close(self) -> None:
-        """Frees its memory, after the calls that were enqueued."""
+        """Waits for the enqueued calls, and frees the program's memory."""
         if self._handle:
             _call("hw_wheel_synchronize")
             _call(f"{NAME}_destroy", self._handle)
@@ -212,7 +212,7 @@ class Program:
 def run(*arrays: Any) -> Any:
     """Returns the global outputs for global arrays, in the order of INPUTS.
 
-    It runs all ranks as threads of this process, on simulated devices or on the first RANKS GPUs, and frees them again.
+    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. At the end it frees their memory.
     Raises ValueError if an array has the wrong dtype or shape, RuntimeError if this host has too few GPUs.
     """
     if len(arrays) != len(INPUTS):
@@ -261,7 +261,7 @@ def run(*arrays: Any) -> Any:
 
 
 def _joined(parameter: Parameter, locals: Sequence[Any]) -> Any:
-    """The global array of an output, from the local ones."""
+    """Assembles the global array of an output from the local arrays."""
     held = [rank for rank, blocks in enumerate(parameter.blocks) if blocks is not None]
     shape = []
     for dim in range(locals[held[0]].ndim):
@@ -287,7 +287,7 @@ def _expect(parameter: Parameter, array: Any) -> None:
 
 
 def _key(arrays: Sequence[Any], global_shapes: Mapping[str, Sequence[int]] | None) -> Any:
-    """Equal for calls that one `prepare` serves."""
+    """Key of a call. Calls with equal keys need only one `prepare`."""
     return [array is not None and tuple(array.shape) for array in arrays], {name: tuple(of) for name, of in (global_shapes or {}).items()}
 
 
@@ -306,7 +306,7 @@ def _empty(shape: Sequence[int], dtype: str, device: int) -> Any:
 
 
 def _taken(array: Any, block: Sequence[np.ndarray[Any, Any]], device: int) -> Any:
-    """A copy of a block on the device."""
+    """Copies a block of a global array to the device."""
     if TARGET == "cuda":
         for dim, own in enumerate(block):
             array = array.index_select(dim, torch.from_numpy(own).to(array.device))
@@ -315,7 +315,7 @@ def _taken(array: Any, block: Sequence[np.ndarray[Any, Any]], device: int) -> An
 
 
 def _put(result: Any, block: Sequence[np.ndarray[Any, Any]], local: Any) -> None:
-    """Writes a block of the global array."""
+    """Writes a local array to its block of the global array."""
     if TARGET == "cuda":
         local, block = local.to(result.device), [torch.from_numpy(own).to(result.device) for own in block]
         result[torch.meshgrid(*block, indexing="ij") if block else ...] = local

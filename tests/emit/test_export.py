@@ -74,7 +74,10 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert result.stdout.endswith("the results of all ranks are correct\n")
     assert run(folder, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help lists them\n"
     for wrong in ("M=64x", "M=", "M", "M=-4", "M=99999999999999999999"):
-        assert run(folder, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help lists the names\n"
+        assert (
+            run(folder, "build/matmul_rs_flat", wrong).stderr
+            == f"{wrong}: write NAME=NUMBER, with a number of at least 1; --help lists the names\n"
+        )
     usage = run(folder, "build/matmul_rs_flat", "--help")
     assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0

@@ -318,13 +318,13 @@ def test_sizes_that_tensor_cores_lack() -> None:
 
     given, program = arrays("row", m=5, k=24, n=20), hw.compile(odd)
     near(program.run(**given), exact(given), terms=8)
-    assert "divide by 16; pad them" in program.explain()
+    assert "are multiples of 16; pad them" in program.explain()
 
     @hw.fusion(a=hw.f8e4m3["M", "K"], w=hw.f8e4m3["N", "K"], s=hw.f32["M", 1], t=hw.f32[1, "N"])
     def named(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
         return hw.scaled_matmul(a, w.T, s, t)
 
-    with pytest.raises(ExecutionError, match=r"scaled matmul: 5x24 times 24x20: cuBLASLt multiplies .* divide by 16; pad them"):
+    with pytest.raises(ExecutionError, match=r"scaled matmul: 5x24 times 24x20: cuBLASLt multiplies .* are multiples of 16; pad them"):
         hw.compile(named).run(**given)
 
 

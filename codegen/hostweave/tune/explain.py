@@ -83,7 +83,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
         return dict(options.figures.no_scales)[scaling(*(types[name].shape for name in op.tensors))]
     if op[COMPOSED] == DTYPES:
         return "cuBLASLt has no product of f8e5m2 by f8e5m2; use f8e4m3 for one operand"
-    return f"cuBLASLt multiplies 8-bit floats if the K and N of a rank, and of a chunk, divide by {STEP}; pad them"
+    return f"cuBLASLt multiplies 8-bit floats only if K and N, of a rank and of a chunk, are multiples of {STEP}; pad them"
 
 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:

@@ -42,7 +42,7 @@ struct Asked {
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
 
-// A collective, or a send with its recv, in which ops of several ranks are matched.
+// A collective, or a send with its recv, in which ops of several ranks are matched. Each rank's op has one seat.
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {

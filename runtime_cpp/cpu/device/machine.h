@@ -99,7 +99,7 @@ class Machine {
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
-  void learn_retired(int device);        // joins the clocks of this device's destroyed streams to the calling host's
+  void learn_retired(int device);        // merges the clocks of this device's destroyed streams into the calling host's
   void enqueue(Lock& lock, OpPtr op, Stream& stream);
 
   // --- host threads
@@ -113,7 +113,7 @@ class Machine {
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
   void progress();                                     // wakes host threads to check their conditions
-  void learn(int device, const ClockSnapshot& clock);  // joins a clock to that of the device's host
+  void learn(int device, const ClockSnapshot& clock);  // merges a clock into that of the device's host
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
@@ -215,7 +215,7 @@ class Machine {
   std::vector<std::vector<Stream*>> by_device_;  // [device][i], legacy stream first
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
-  // Begun communications of each device: the last one by channel and lane.
+  // Communications that have begun on each device: the last one per channel and lane.
   std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;

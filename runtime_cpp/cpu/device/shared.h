@@ -1,6 +1,7 @@
 // Communicators whose ranks are processes of one host, by shared memory.
 //
-// The memory is an anonymous file. Others open it by process id and file descriptor, and the OS frees it with the last process.
+// The memory is an anonymous file. Other processes open it by process id and file descriptor. The OS frees it with the last
+// process.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -88,7 +89,7 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Moves parts of pieces by copy(ring position, data, bytes), from `count` up to `end`.
+  // Calls copy(ring position, data, bytes) for the next parts of the pieces, and advances `count` up to `end`.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);

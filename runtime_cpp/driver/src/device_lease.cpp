@@ -21,7 +21,7 @@ struct Devices {
   Schedule schedule;
   int turns = 0;                               // current leases of that party
   std::map<std::string, std::string> stopped;  // party -> reason
-  std::queue<std::function<void()>> releases;  // waiting for the devices
+  std::queue<std::function<void()>> releases;  // run when no lease exists
   bool has_reaper = false;
 };
 Devices& devices = *new Devices;  // leaked: its reaper thread outlives main

@@ -16,7 +16,7 @@ namespace hw::target {
 // Sets the schedule before the ranks start a round. Throws ExecutionError unless this machine has `ranks` devices.
 void configure(const Schedule& schedule, int ranks);
 
-// RAII: this thread acts for a rank, on the device of the same number.
+// RAII: while it lives, this thread is the thread of a rank, whose device has the same number.
 class Attached {
  public:
   explicit Attached(int rank);
@@ -42,7 +42,7 @@ extern const bool kCopiesBlock;
 bool is_set_up(int device);
 // Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not come in time, or if
+// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not join in time, or if
 // `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);

@@ -38,10 +38,10 @@ struct AttentionKernel {
   HeadsAt<const void> bias;  // [batch, heads, rows, columns], or null; strides are 0 along broadcast dims
   int64_t batch, heads, groups, rows, columns, size, value_size, sequences;
   float scale;
-  bool causal;       // row i attends to columns up to
-  int64_t diagonal;  // i + diagonal,
-  bool from_end;     // plus the length,
-  int64_t window;    // rows only attend to the last `window` columns; 0: all
+  bool causal;  // row i attends to columns up to i + diagonal
+  int64_t diagonal;
+  bool from_end;   // true: up to i + diagonal + length
+  int64_t window;  // rows only attend to the last `window` columns; 0: all
 
   HeadsAt<const void> o_gradient;
   HeadsAt<void> q_gradient, k_gradient, v_gradient;

@@ -13,8 +13,8 @@
 
 namespace hw {
 
-// A dim of which a rank holds `size` indices starting at `begin` of `global_size`, split at the block boundaries of `blocks`
-// ranks.
+// A dim of `global_size` indices, divided into blocks for `blocks` ranks. This rank holds the `size` indices from `begin` on,
+// split at the block boundaries.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;

@@ -1,5 +1,5 @@
 // The log of a rank's calls: the lines of program.cpp that it has enqueued, and the progress of its streams. The report of a hang
-// reads it. HW_CHECK logs a line. Before that, the streams, events and channels of the line's call add themselves. Each op that
+// reads it. HW_CHECK logs a line; the streams, events and channels in its call have logged themselves before. Each op that
 // may wait for other calls or ranks is followed by a milestone (milestones.h). Finished lines follow from the milestones, and
 // from the order of streams and events.
 #pragma once
@@ -31,10 +31,10 @@ class CallLog {
   ~CallLog();
   CallLog(CallLog&&) = delete;
 
-  // The log that the present thread adds to, or null.
+  // The log to which the current thread adds lines, or null.
   static CallLog* current() { return current_; }
 
-  // --- of whoever makes calls, one after another
+  // --- for the thread that makes calls, one after another
 
   // A call begins. All work that is enqueued until `end_call` belongs to it.
   void begin_call();
@@ -43,7 +43,7 @@ class CallLog {
   // The call is the launch of a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // While it lives, the present thread adds lines: to the call that has begun, or else to the ops of a capture. A capture has
+  // While it lives, the current thread adds lines: to the call that has begun, or else to the ops of a capture. A capture has
   // milestones if `is_marked`. Pass the result of `prepare_capture`.
   class Adding {
    public:
@@ -61,7 +61,7 @@ class CallLog {
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 
-  // --- of whatever a line uses
+  // --- for the streams, events and channels that a line uses
 
   void on(cudaStream_t stream, const char* name, int index);
   void over(const Channel& channel);
@@ -72,7 +72,7 @@ class CallLog {
   void awaits_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream);
   void line(const char* call, const char* file, int number);
 
-  // --- of any thread
+  // --- for any thread
 
   struct State {
     int64_t made;            // calls, and launches by the application that have begun

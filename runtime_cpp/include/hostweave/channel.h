@@ -58,12 +58,12 @@ class Channel {
   PeerGroup* peers() const { return peers_; }  // null for other transports
   // Identity of the communicator or group, the same for all programs of the rank that use the channel.
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
-  int64_t rank() const { return rank_; }  // this rank's number in the process group
+  int64_t rank() const { return rank_; }  // this rank's index in the process group
   int64_t size() const { return size_; }
-  // World numbers of the process group's ranks, or of one of them.
+  // The ranks of the process group, or one of them, as world ranks.
   const std::vector<int64_t>& ranks() const { return ranks_; }
   int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
-  // The axes along which its ranks differ: "dp, tp".
+  // The axes along which the coordinates of its ranks differ: "dp, tp".
   const char* name() const { return name_; }
   void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 

@@ -1,5 +1,5 @@
-// Tiles of groups whose bounds are read on the device: each block takes one tile of results after another, and finds its group by
-// a scan over the groups.
+// Tiles of groups whose bounds are read on the device. A block processes several tiles of the result, and finds the group of each
+// by a scan over the groups.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"
@@ -19,7 +19,7 @@ __device__ inline GroupRows rows_of(const GroupedProblem& p, int64_t group) {
   return {limited(p.starts[group] - p.first, p.rows), limited(p.ends[group] - p.first, p.rows)};
 }
 
-// Tile number `round` of this block. Odd rounds go through the blocks backwards, so that no block has the largest tile each time.
+// Tile number `round` of this block. Odd rounds assign tiles in reverse order of blocks, so that no block always has the largest.
 __device__ inline int tile_of_block(int round) {
   const int blocks = gridDim.x, block = blockIdx.x;
   return round * blocks + (round % 2 ? blocks - 1 - block : block);
@@ -31,7 +31,7 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Tiles that run at the same time share operands: the order goes through bands of 8 rows of tiles, column by column.
+// Bands of 8 rows of tiles are traversed column by column, so that tiles that run at the same time share operands.
 __device__ inline void set_place(int place, int down, int across, int& row, int& column) {
   constexpr int kBand = 8;
   const int band = place / (kBand * across), left = down - band * kBand, rows = left < kBand ? left : kBand;
@@ -82,7 +82,7 @@ class GroupWalk {
   GroupRows lane_rows_{};
 };
 
-// Finds the tiles of the products of the rows of groups: each group has a result [depth, columns].
+// Finds tiles if each group has a result [depth, columns], a product that sums over the rows of the group.
 struct OuterWalk {
   const GroupedProblem& p;
   int tile_rows, down, across;
@@ -117,7 +117,7 @@ struct TileWalk<true> : OuterWalk {
 template <class Result>
 __device__ void fill_between_groups(const GroupedProblem& p, int thread, int threads) {
   auto* const result = static_cast<Result*>(p.result);
-  int64_t last = 0;  // end of the groups so far
+  int64_t last = 0;  // largest end of the previous groups
   for (int64_t base = 0; base <= p.groups; base += 32) {
     const int64_t e = base + threadIdx.x % 32;
     const GroupRows own = e < p.groups ? rows_of(p, e) : GroupRows{p.rows, p.rows};

@@ -19,7 +19,7 @@ inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
 
-// Group e has the rows with numbers from starts[e] to below ends[e]. The first row of the operands has number `first`. Groups
+// Group e contains the global rows starts[e] to ends[e] - 1. The first row of the operands is global row `first`. Groups
 // do not overlap.
 class GroupedPlan {
  public:

@@ -6,10 +6,10 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// --- 16-bit floats, by matrix units -----------------------------------------------------------------------------------
+// --- 16-bit floats, by tensor cores -----------------------------------------------------------------------------------
 
-// Processes the tiles of this block one after another. find(number, tile) is false after the last tile. Copies of a tile begin
-// before the previous one is stored.
+// Processes the tiles of this block one after another. find(number, tile) returns false after the last tile. Copies of a tile
+// begin before the previous one is stored.
 template <class T, class Product, class Find>
 __device__ void multiply_tiles(const GroupedProblem& p, T* shared, const Find& find) {
   Product product(shared, p.wide);

@@ -12,7 +12,7 @@ struct GroupedProblem {
   bool wide;               // 16-byte reads are possible
   int64_t groups, rows, depth, columns;
   int64_t x_pitch, other_pitch, other_stride, result_pitch, result_stride;
-  int64_t first;  // number of row 0
+  int64_t first;  // global index of row 0
   const void *x, *other;
   const int32_t *starts, *ends;
   void* result;

@@ -1,4 +1,4 @@
-// Tiles of products in shared memory, multiplied by the matrix units that all GPUs since Ampere have.
+// Tiles of operands in shared memory, and their products by the tensor core instructions that all GPUs since Ampere have.
 #pragma once
 #include "hostweave/kernel.h"
 
@@ -6,10 +6,10 @@ namespace hw {
 
 constexpr int kGroupedThreads = 256;
 
-// Products by warpgroups of Hopper: a warpgroup copies, and two multiply.
+// Products on Hopper: one warpgroup copies tiles, and two multiply them.
 constexpr int kWarpgroupThreads = kGroupedThreads + 128;
 constexpr int kWarpgroupRows = 128, kWarpgroupColumns = 256;                       // size of a tile
-constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: of products of rows of groups
+constexpr int kWarpgroupStages = 4, kOuterStages = 3;                              // kOuterStages: for sums over rows
 constexpr int kWarpgroupShared = kWarpgroupStages * 48 * 1024 + 32 * 1024 + 1024;  // bytes: stages, results, and alignment
 
 #ifdef __CUDACC__
@@ -20,10 +20,10 @@ __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : 
 template <class T>
 struct Operand {
   const T* at;
-  int64_t pitch, count;  // elements along the dim that is not the depth
+  int64_t pitch, count;  // count: size of the dim that is not the depth
 };
 
-// A tile of the result, which begins at this element of it: the product of two operands.
+// A tile of the result, which begins at element `at` of the result. It is the product of a and b.
 template <class T>
 struct Tile {
   int64_t at, depth;
@@ -43,7 +43,7 @@ struct SharedTile {
     return at + row * kColumns + turned * 8;
   }
 
-  // Starts to copy what exists: `rows` x `columns` elements. The rest is zeros.
+  // Starts to copy the `rows` x `columns` elements that exist. The rest of the tile becomes zeros.
   __device__ void copy(const T* from, int64_t pitch, int64_t rows, int64_t columns, bool wide) const {
 #pragma unroll
     for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
@@ -62,7 +62,7 @@ struct SharedTile {
     }
   }
 
-  // Four matrices of 8 x 8: lane i gives the row of one, and gets two elements of each.
+  // Loads four 8 x 8 matrices. Lane i passes the position of row i % 8 of matrix i / 8, and gets two elements of each matrix.
   __device__ void load(unsigned (&to)[4], int row, int place) const {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -119,7 +119,7 @@ struct TileProduct {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Starts to copy a tile. No thread reads an earlier one.
+  // Starts to copy the first stages of a tile. Call it when no thread reads the previous tile any more.
   __device__ void start(const Tile<T>& tile) const {
     for (int i = 0; i < kStages - 1; ++i) copy(tile, i);
   }

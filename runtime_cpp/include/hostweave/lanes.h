@@ -99,7 +99,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane, and this thread's number among the threads that share it without synchronisation. Threads with equal numbers own
+// A lane, and this thread's index among the threads that share it without synchronisation. Threads with equal indices own
 // adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
@@ -158,8 +158,8 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// For elements x that are numbers of groups, below kGroups: the end of each group, the indices of the elements in the order of
-// their groups, and the place of each element in that order. An element of no group has place 0; the rest of the order is zeros.
+// For elements x that are indices of groups, below kGroups: the end of each group, the indices of the elements sorted by
+// group, and the position of each element in that order. An element of no group has position 0; the rest of the order is zeros.
 template <class U>
 struct GroupOrder {
   Lane<U> y;
@@ -196,7 +196,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
   if constexpr (kMost == 0) {
     if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
   } else {
-    __shared__ int counts[kMost][kGroups];  // elements of a group in a part; later the place of its next element
+    __shared__ int counts[kMost][kGroups];  // elements of a group in a part; later the position of its next element
     const GroupOrder<U> order{y, kGroups, x.length};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = block.threads() / 32,
               parts = warps < kMost ? warps : kMost;
@@ -265,7 +265,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for the elements i of a source whose place is on this rank. One thread owns each place, so
+// Calls write(i, place) for the elements i of a source whose destination is on this rank. One thread owns each destination, so
 // elements arrive in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
@@ -290,7 +290,7 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const 
   }
 }
 
-// y = x with elements of a source written to indexed places. The last of several writes wins.
+// y = x, with elements of a source written to the positions in `index`. The last of several writes wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows,
                        Lane<T> y) {
@@ -298,7 +298,7 @@ HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, 
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// Sums of the source elements that go to each place.
+// y[i] is the sum of the source elements whose index is i.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

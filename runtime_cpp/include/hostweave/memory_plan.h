@@ -23,7 +23,7 @@ class MemoryPlan {
   void allocate(Array& pointers, int64_t count, const Streams& streams, bool in_window = false) {
     allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, in_window);
   }
-  // The same in a window.
+  // Allocates one buffer, or one per stream, in a window.
   template <class Buffer, class... OfStreams>
   void allocate_window(Buffer& pointers, int64_t count, const OfStreams&... streams) {
     allocate(pointers, count, streams..., true);
@@ -50,7 +50,7 @@ class MemoryPlan {
     size_t in_windows = 0, elsewhere = 0;
   };
   Bytes place();
-  // Sets every pointer to its place in this memory or window. Requires placed buffers.
+  // Sets every pointer to its address in this memory or window. Call it after `place`.
   void set_pointers(void* memory, void* windows = nullptr) const;
 
   struct Buffers;

@@ -1,7 +1,7 @@
 // Peer memory: ranks of one host access each other's memory by copies and signal each other by stream memory operations. It does
 // not use NCCL.
 //
-// Each sender, receiver and number has one word, which is 0 or 1. A signal waits until the word is 0 and sets it to 1; a wait
+// There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0 and sets it to 1; a wait
 // waits until it is 1 and sets it to 0. All values are constants, so calls and replays of a CUDA graph use the same words.
 // The words are in host memory, so that a rank whose peer is gone can end the waits of its streams.
 #pragma once

@@ -34,7 +34,7 @@ struct Handle {
   void (*destroy)(void* handle) = nullptr;
 };
 
-// One rank: its number in the world, device, library handles, streams and channels. Used by one thread at a time, with `device`
+// One rank: its index in the world, device, library handles, streams and channels. Used by one thread at a time, with `device`
 // current. Must outlive the programs that use it.
 class Rank {
  public:
@@ -42,7 +42,7 @@ class Rank {
   ~Rank();
 
   int device() const { return device_; }
-  int64_t index() const { return index_; }  // number in the world: row-major in the coordinates of the mesh
+  int64_t index() const { return index_; }  // in the world: row-major in the coordinates of the mesh
   int64_t size() const { return size_; }
   // Returns *this. Throws ExecutionError if the world has another size.
   Rank& expect_world(int64_t size);

@@ -31,7 +31,7 @@ struct Standstill {
     Line from;                        // line that records the event
     std::string from_stream;          // its stream
     std::string channel;              // "x"
-    std::vector<int64_t> ranks = {};  // ranks that may cause the wait: world numbers
+    std::vector<int64_t> ranks = {};  // world ranks that may cause the wait
     int number = 0;                   // number of a signal
     int64_t nth = 0;                  // position among the call's collectives on this channel, from 1
   };

@@ -255,7 +255,7 @@ class WarpgroupProducts {
     }
   }
 
-  // Rows after the end of the group belong to another group, or are undefined: zeros in both operands take their place.
+  // Rows after the end of the group belong to another group, or are undefined. Both operands get zeros instead.
   __device__ void clear_rest(unsigned stage, int64_t rows) const {
     if (rows >= kDepth) return;
     const int chunks = (kDepth - static_cast<int>(rows)) * 8;

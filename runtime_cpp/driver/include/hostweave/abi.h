@@ -40,10 +40,10 @@ struct MeshChannel {
   Transport transport = Transport::two_sided;
 };
 
-// A channel along axes of a mesh of some of the program's ranks.
+// A channel along axes of a mesh that contains only some of the program's ranks.
 struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
-  const char* axes;  // along which the ranks of the process group differ: "x"
+  const char* axes;  // along which the coordinates of the group's ranks differ: "x"
   List<Axis> mesh_axes;
   List<int64_t> ranks;  // ranks of the program, in the order of their coordinates
   Transport transport = Transport::two_sided;

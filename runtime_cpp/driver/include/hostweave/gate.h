@@ -7,7 +7,7 @@
 
 namespace hw {
 
-// Holds streams of all ranks, so that work enqueued meanwhile starts on all devices at once, without launch overhead. Does
+// Blocks streams of all ranks, so that work enqueued meanwhile starts on all devices at once, without launch overhead. Does
 // nothing on the CPU target.
 class Gate {
  public:
@@ -15,7 +15,7 @@ class Gate {
   ~Gate();
   Gate(Gate&&) = delete;
 
-  // Later work on the stream waits until all ranks have enqueued this round. Round 0 is not held.
+  // Later work on the stream waits until all ranks have enqueued this round. Round 0 is not blocked.
   void hold(cudaStream_t stream, uint32_t round) const;
   // Each rank calls it once per round.
   void enqueued(uint32_t round) {

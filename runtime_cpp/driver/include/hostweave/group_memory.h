@@ -12,11 +12,11 @@ namespace hw {
 
 class GroupMemory {
  public:
-  // Collective: makes the channel of all ranks of the group, if there is none. Returns the reason why they cannot access each
+  // Collective: creates the channel of all ranks of the group, if there is none. Returns the reason why they cannot access each
   // other's memory, the same on all ranks, or "".
   static std::string connect(Member& member, const ncclUniqueId& id, double timeout_seconds);
 
-  // Collective, after `connect`, with equal sizes. The member must outlive it.
+  // Collective; all ranks pass the same size. Call it after `connect`. The member must outlive it.
   GroupMemory(Member& member, size_t bytes);
   // Waits for the device. After a failure of the group nothing is freed, because a stream may wait for a peer forever.
   ~GroupMemory();

@@ -46,7 +46,7 @@ class Pulse {
   Events fork_{1}, join_{1}, done_{1};
 };
 
-// Progress of a program's calls. One thread makes the calls; any thread may look.
+// Progress of a program's calls. One thread makes the calls; any thread may read the progress.
 class Progress {
  public:
   CallLog& log() { return log_; }
@@ -97,7 +97,7 @@ class Table {
 // Policy for launching calls as graphs.
 enum class Graphs {
   never,
-  noted,     // not yet, but records which arrays repeat
+  noted,     // not now, but records the arrays, for a later `repeated`
   repeated,  // if the arrays are the same as in an earlier call
   all,
 };
@@ -124,12 +124,12 @@ class Instance {
   // Throws CaptureError if that fails, or if the call fails while `caller` is being captured; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
-  // Captures the same call as a graph. Throws CaptureError.
+  // Captures such a call as a graph. Throws CaptureError.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a captured call, ordered like a `run`.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
-  // Runs `work` in one use of the member; for StagedCalls, which makes several calls. A failure is reported to the other ranks.
+  // Runs `work` during one use of the member. StagedCalls makes several calls in it. A failure is reported to the other ranks.
   void in_use(const Schedule& schedule, const std::function<void()>& work);
   // Sets the arrays of the next call.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
@@ -144,7 +144,7 @@ class Instance {
   // From any thread: progress of the calls, and positions of the streams in the first unfinished call.
   CallLog::State progress();
   Standstill standstill();
-  // How many graphs of calls it keeps.
+  // Number of calls whose graphs are cached.
   int64_t graphs() const;
   // Number of recorded calls whose arrays were new.
   int64_t unseen() const { return unseen_; }

@@ -56,12 +56,12 @@ class Member {
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
   // Makes an id for a process group with that transport.
   ncclUniqueId new_id(Transport transport);
-  // Collective: creates these channels, with the ids by key. Throws ExecutionError if other ranks do not come in time.
+  // Collective: creates these channels, with the ids by key. Throws ExecutionError if other ranks do not join in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: makes its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators that the application owns instead, keyed by the axes of their process groups. Throws ArgumentError if one
-  // is missing, or if this rank's number in it differs from the mesh.
+  // is missing, or if this rank's index in it differs from that in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.

@@ -16,7 +16,7 @@ namespace hw {
 
 // Throws ExecutionError if this host has fewer devices. The CPU target creates them. Call it once, before any other call.
 void use_devices(int count);
-// Ranks are processes. On the CPU target, every process calls it once, before any other call. CUDA does not need it.
+// Declares that ranks are processes. On the CPU target, every process calls it once, before any other call.
 void use_processes();
 
 // Used by one thread at a time, with `device` current. Must outlive its programs.
