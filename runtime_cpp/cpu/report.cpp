@@ -82,13 +82,14 @@ std::string OpName::what() const {
 }
 
 std::string Machine::deadlock_report() {
-  std::string text = "deadlock: no rank can go on";
+  std::string text = "deadlock: no rank can continue";
   for (const auto& streams : by_device_) {
     for (const Stream* stream : streams) {
       if (stream->queue.empty()) continue;
       const Op& head = *stream->queue.front();
       text += "\n  " + head.name.text() + " " + what_it_waits_for(head);
-      if (stream->queue.size() > 1) text += ", " + std::to_string(stream->queue.size() - 1) + " more behind it";
+      const size_t more = stream->queue.size() - 1;
+      if (more) text += ", with " + std::to_string(more) + " operation" + (more > 1 ? "s" : "") + " behind it";
       const OpName& done = stream->last_done;
       if (done.place.file == head.name.place.file && done.place.file) text += "; done up to " + done.what();
     }
@@ -106,8 +107,8 @@ std::string Machine::deadlock_report() {
 }
 
 std::string Machine::channels_report(const OpName& earlier, const OpName& later) const {
-  return "missing dependency: nothing orders on one rank, over two channels, which can deadlock,\n  " + earlier.text() +
-         " and\n  " + later.text();
+  return "missing dependency: nothing orders two communications of a rank over different channels, which can deadlock:\n  " +
+         earlier.text() + " and\n  " + later.text();
 }
 
 std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const {

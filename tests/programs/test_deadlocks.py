@@ -54,8 +54,8 @@ CASES = {
     "send_alone": (
         SEND_ALONE,
         "text:3: rank 0, the caller's stream: send %x to 1 on x: rank 1 posts no recv for it: add the recv, or drop this send",
-        "send_alone: deadlock: no rank can go on\n"
-        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, 3 more behind it; "
+        "send_alone: deadlock: no rank can continue\n"
+        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, with 3 operations behind it; "
         "done up to wait (program.cpp:L)\n"
         "  host of rank 0 waits for a copy (staging.cpp:L)",
     ),
@@ -66,10 +66,10 @@ CASES = {
         "recv %y from 1 - rank.x on x, which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: "
         "none of them can proceed; "
         "post matching communications in one group, or in the same order on every rank",
-        "both_send_first: deadlock: no rank can go on\n"
-        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, 3 more behind it; "
+        "both_send_first: deadlock: no rank can continue\n"
+        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, with 3 operations behind it; "
         "done up to wait (program.cpp:L)\n"
-        "  rank 1 stream S: send x over communicator C (program.cpp:L) waits for rank 0, 3 more behind it; "
+        "  rank 1 stream S: send x over communicator C (program.cpp:L) waits for rank 0, with 3 operations behind it; "
         "done up to wait (program.cpp:L)\n"
         "  host of rank 0 waits for a copy (staging.cpp:L)\n"
         "  host of rank 1 waits for a copy (staging.cpp:L)",
@@ -96,8 +96,9 @@ CASES = {
         NO_SIGNAL,
         "text:5: rank 0, the caller's stream: wait_signal 0 from 1 for %w on peers: rank 1 sends no such signal: "
         "add the signal, or drop this wait",
-        "no_signal: deadlock: no rank can go on\n"
-        "  rank 0 stream S: wait for signals over communicator C (program.cpp:L) waits for a signal of rank 1, 3 more behind it; "
+        "no_signal: deadlock: no rank can continue\n"
+        "  rank 0 stream S: wait for signals over communicator C (program.cpp:L) waits for a signal of rank 1, "
+        "with 3 operations behind it; "
         "done up to copy w_ (program.cpp:L)\n"
         "  host of rank 0 waits for a copy (staging.cpp:L)",
     ),

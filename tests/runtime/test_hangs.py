@@ -147,7 +147,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     # Rank 0 waits for a signal of rank 2. Rank 2 has ended the call, because it needs the credit of rank 0 only in the next call.
     waits = (
         rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
-        rf"done up to \S+\(.*\) {AT}, \d+ more behind it"
+        rf"done up to \S+\(.*\) {AT}; \d+ more operations? queued"
     )
     assert re.search(waits, of_rank(report, 0)), report
     assert re.search(
@@ -199,7 +199,7 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
     program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n")
     with cpu.parallel(timeout_seconds=20), pytest.raises(ExecutionError) as caught:
         program.run(X, W)
-    waits = rf"rank 0 stream \d+: [^\n]*signal[^\n]* {AT} waits for a signal of rank 2, \d+ more behind it; done up to [^\n]* {AT}"
+    waits = rf"rank 0 stream \d+: [^\n]*signal[^\n]* {AT} waits for a signal of rank 2, with \d+ operations? behind it; done up to .* {AT}"
     assert re.search(waits, str(caught.value)), caught.value
 
 

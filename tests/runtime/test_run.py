@@ -191,7 +191,7 @@ def test_a_send_that_is_missing(broken, mode) -> None:
     with mode, pytest.raises(ExecutionError) as error:
         program.run(**arguments())
     first, *others = str(error.value).splitlines()
-    assert first == "ag_matmul: deadlock: no rank can go on"
+    assert first == "ag_matmul: deadlock: no rank can continue"
     assert any("rank 3" in line and "recv" in line and "program.cpp" in line for line in others)
     assert works()
 

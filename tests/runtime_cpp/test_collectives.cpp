@@ -359,8 +359,9 @@ TEST(communications_over_two_channels_must_be_ordered) {
   hw_cpu_config config = config_of(HW_CPU_SEEDED, 2, 0);
   config.check_dependencies = 1;
   config.ordered_launches = 0;
-  EXPECT_IN("missing dependency: nothing orders on one rank, over two channels, which can deadlock,\n  rank ",
-            report_of(HW_CPU_SEEDED, 2, program(false), &config));
+  EXPECT_IN(
+      "missing dependency: nothing orders two communications of a rank over different channels, which can deadlock:\n  rank ",
+      report_of(HW_CPU_SEEDED, 2, program(false), &config));
   for (int seed = 0; seed < 20; ++seed) {
     config.seed = seed;
     configure(config);

@@ -55,7 +55,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Statements that break after a head: pattern of (head, rest), and the indentation steps of the rest. For conditions, kernels, initialisers.
+# Conditions, kernels and constructors break after their head: pattern of (head, rest), and by how many steps the rest is indented.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),

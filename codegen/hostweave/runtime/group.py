@@ -245,12 +245,12 @@ class Group(FallibleGroup):
         bytes = json.dumps(prod(shape) * dtype.itemsize)
         told = self.agree(CallSignature(what, self.name, str(windows.made), bound=bytes), "", self.timeout)
         if self.hosts > 1:
-            raise ExecutionError(f"{what}: the ranks are on {self.hosts} hosts, but shared memory needs one host; use arrays of a library")
+            raise ExecutionError(f"{what}: the ranks are on {self.hosts} hosts, but shared memory needs one host; pass ordinary arrays")
         module = interruptibly(lambda: built(target))
         member = self.member(module, on)
         if target not in windows.connected:
             if why := self.connect_all(member, module, target):
-                raise ExecutionError(f"{what}: {why.partition(';')[0]}; use arrays of a library, which programs copy")
+                raise ExecutionError(f"{what}: {why.partition(';')[0]}; pass ordinary arrays, which programs copy")
             windows.connected.add(target)
         size = max(json.loads(signature.bound) for signature in told)
         memory = self.run_and_wait(what, member, lambda: module.GroupMemory(member, size))
@@ -383,7 +383,7 @@ class Group(FallibleGroup):
             raise ExecutionError(late) from None
 
     def _gathered(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks. Raises TimeoutError if the store does not answer, up to a second after the timeout."""
+        """Returns the records of all ranks. Raises TimeoutError, at most a second after the timeout, if the store does not answer."""
         gather = partial(self.meeting.gather, record, timeout)
         return within(timeout + TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
 

@@ -105,7 +105,7 @@ def _lines_of(stand: Stand, rank: int, ranks: Sequence[list[Stand] | None]) -> I
         yield f"{', '.join(stand.finished)}: done"
     for stream in stand.streams:
         done = f"done up to {stream['done']}" if stream["done"] else "nothing done"
-        behind = f", {stream['behind']} more behind it" if stream["behind"] else ""
+        behind = f"; {stream['behind']} more operation{'s' * (stream['behind'] > 1)} queued" if stream["behind"] else ""
         yield f"{stream['name']}: {stream['next']} {_edge(stand, stream, rank, ranks)}; {done}{behind}"
 
 

@@ -38,8 +38,8 @@ class Watch:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads when the group is closed. A thread that is still in the C++ of a foreign store at Python's exit would abort the
-        process."""
+        """Ends the threads when the group is closed. If a thread were still in C++ code of the store when Python exits, the process would
+        abort."""
         self.news.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTENS)

@@ -97,7 +97,7 @@ class Updates:
         alike: dict[object, list[Updated]] = {}
         for one in parameters:
             alike.setdefault(one.recorded.words, []).append(one)
-        # The parameters, grouped by equal numbers of their steps. The smallest parameter is the first in its group.
+        # Groups of parameters whose steps contain equal numbers. The smallest parameter is the first in its group.
         self._kinds = [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
         names = dict.fromkeys(taken, "")
         self._numbers: list[dict[int, str]] = []  # for each group: index of a changing number in the step -> input of the program
