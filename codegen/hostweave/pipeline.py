@@ -223,4 +223,4 @@ def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostP
     if why := needs_ranks(program):
         return why, set()
     alone = on_one_device(program)
-    return lower(alone, options), {value.type.dtype for body in (*alone.functions, alone) for value in body.values().values()}
+    return lower(alone, options), {type.dtype for body in (*alone.functions, alone) for type in body.types.values()}

@@ -110,7 +110,7 @@ def _label(dim: DimOfValue) -> str:
 
 
 def _iteration(kernel: Kernel) -> Iteration:
-    types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+    types = kernel.types
     shared = _Dims()
     joined = [  # operands of concats and pads, each with its start per dim
         (op, *pair)

@@ -39,7 +39,7 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
 
 def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     fusion = without_calls(fusion)
-    types = {name: value.type for name, value in fusion.values().items()}
+    types = fusion.types
     for op in fusion.ops:
         if op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]

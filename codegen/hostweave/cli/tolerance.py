@@ -60,7 +60,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
     In a chain of sums and products, the reduction lengths multiply. The numbers of ranks that have terms of a sum multiply too.
     """
     spread = with_terms(fusion)
-    types = {value_name: value.type for value_name, value in spread.values().items()}
+    types = spread.types
     lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)
     for op in spread.ops:
         result, inputs = op.result.name, op.tensors

@@ -91,7 +91,7 @@ class _Sums(_PassedOn):
         """Result of the matmul whose terms the ring sums. Views between the matmul and the reduction are skipped."""
         name = self.op.tensors[0]
         while name in self.in_loop:
-            producer = self.flow.producer[name]
+            producer = self.flow.made[name]
             if OPS[producer.kind].is_product and producer.result.type.dtype.kind == "float" and not is_composed(producer):
                 return name
             if not self.flow.is_view(producer):

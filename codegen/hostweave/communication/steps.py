@@ -38,13 +38,13 @@ class Dataflow:
     def values(self) -> Mapping[str, Value]:
         return self.fusion.values()
 
-    @cached_property
+    @property
     def types(self) -> dict[str, TensorType]:
-        return {name: value.type for name, value in self.values.items()}
+        return self.fusion.types
 
-    @cached_property
-    def producer(self) -> dict[str, Op]:
-        return {op.result.name: op for op in self.fusion.ops}
+    @property
+    def made(self) -> dict[str, Op]:
+        return self.fusion.made
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
@@ -85,7 +85,7 @@ class Dataflow:
 
     def viewed(self, name: str) -> str:
         """Name of the value that is the source of all views up to this value."""
-        op = self.producer.get(name)
+        op = self.made.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
 

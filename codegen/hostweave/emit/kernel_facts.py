@@ -28,9 +28,9 @@ class KernelFacts:
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
         self.ir, self.kernel, self.ops, self.walked, self.name = loops, kernel, kernel.ops, loops.space, name
-        self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+        self.types = kernel.types
         self.inputs = [p.name for p in kernel.inputs]
-        self.made = {op.result.name: op for op in kernel.ops}
+        self.made = kernel.made
         exchange = kernel.exchanges
         self.terms = (
             {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}

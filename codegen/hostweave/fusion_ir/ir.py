@@ -242,6 +242,16 @@ class Fusion:
         """Maps each value that a loop computes to the loop."""
         return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
+    @cached_property
+    def made(self) -> dict[str, Op]:
+        """Maps each computed value to its op."""
+        return {op.result.name: op for op in self.ops}
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """Types of all values, in order of definition."""
+        return {name: value.type for name, value in self.values().items()}
+
     def values(self) -> Mapping[str, Value]:
         """All values by name, in order of definition."""
         return self._values
@@ -252,8 +262,7 @@ class Fusion:
 
     @property
     def output_types(self) -> tuple[TensorType, ...]:
-        values = self.values()
-        return tuple(values[name].type for name in self.outputs)
+        return tuple(self.types[name] for name in self.outputs)
 
     @property
     def arguments(self) -> tuple[Value, ...]:

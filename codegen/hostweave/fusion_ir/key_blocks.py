@@ -83,13 +83,12 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
     """Ops of `attended_alone` whose keys and values are all-gathered. With a causal mask, the query's rows must be sharded like the keys
     before the gather."""
-    producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
-        keys, values = map(producer.get, others)
+        keys, values = map(fusion.made.get, others)
         if keys is None or values is None or not _is_of_keys(keys) or not _is_of_keys(values) or op.result.type.mesh:
             continue
-        rows, of_keys, of_values = (types[name].dims[-2] for name in (query, keys.tensors[0], values.tensors[0]))
+        rows, of_keys, of_values = (fusion.types[name].dims[-2] for name in (query, keys.tensors[0], values.tensors[0]))
         if of_keys == of_values and (not op[CAUSAL] or rows == of_keys):
             yield GatheredKeys(op, keys, values)
 

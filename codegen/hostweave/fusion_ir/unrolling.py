@@ -50,7 +50,7 @@ class _Unrolling:
         """Concatenates the tensors of a stack, for an op that reads the whole stack."""
         if name not in self.elements or name in self.same:
             return
-        parts, type = list[str](), self.given.values()[name].type
+        parts, type = list[str](), self.given.types[name]
         one = replace(unsharded(type), dims=(replace(type.dims[0], size=Size()), *unsharded(type).dims[1:]))
         for element in self.elements[name]:
             parts.append(claim_unique(f"{element}_expanded", self.taken))
@@ -111,7 +111,7 @@ class _Unrolling:
         """Selects each tensor of a stack that another op made."""
         if stack in self.elements:
             return
-        type = unsharded(self.given.values()[stack].type)
+        type = unsharded(self.given.types[stack])
         self.elements[stack] = tuple(claim_unique(f"{stack}_{call}", self.taken) for call in range(depth))
         for call, element in enumerate(self.elements[stack]):
             result = Value(element, replace(type, dims=type.dims[1:]))

@@ -72,14 +72,13 @@ def _verify_groups(body: Fusion) -> None:
     """Checks that only repeats and selects use parameter groups, and that the first dim of a group is an unsharded name with the right
     size."""
     groups = {value.name: value.group for value in body.inputs if value.group}
-    values = body.values()
     for name, group in (*groups.items(), *zip(body.outputs, body.returned, strict=bool(body.returned))):
-        depth = values[name].type.dims[:1]
+        depth = body.types[name].dims[:1]
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
             raise ProgramError(
                 f"%{name}: the first dim of a parameter group must be an unsharded name, for {len(group.names)} tensors; correct it"
             )
-    made = {op.result.name: op for op in body.ops}
+    made = body.made
     for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
         if group and name in made and made[name].callee is None:
             raise ProgramError(

@@ -68,10 +68,18 @@ class Kernel:
     returned: tuple[str, ...] = ()  # names of the results; empty if the value of the last op is the only result
     ends: str = field(default="", compare=False)
 
+    @cached_property
+    def made(self) -> dict[str, Op]:
+        """Maps each computed value to its op."""
+        return {op.result.name: op for op in self.ops}
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        return {p.name: p.type for p in self.inputs} | {op.result.name: op.result.type for op in self.ops}
+
     @property
     def results(self) -> tuple[Parameter, ...]:
-        values = {op.result.name: op.result for op in self.ops}
-        return tuple(Parameter(name, values[name].type) for name in self.returned or (self.ops[-1].result.name,))
+        return tuple(Parameter(name, self.types[name]) for name in self.returned or (self.ops[-1].result.name,))
 
     @property
     def exchanges(self) -> Op | None:

@@ -58,8 +58,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
 def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
     """Ops of all kernels that are launched, each with the types of the kernel's values."""
     for kernel in launched(program.kernels, program.body):
-        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        yield from ((op, types) for op in kernel.ops)
+        yield from ((op, kernel.types) for op in kernel.ops)
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:

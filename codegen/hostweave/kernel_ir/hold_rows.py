@@ -65,7 +65,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 def _expensive(loops: Loops) -> tuple[str, ...]:
     """Values that an earlier walk also computes, and that are expensive or rounded. If such a value is only converted to a wider type, the
     value before the conversion is listed, because each walk can repeat the conversion."""
-    made = {op.result.name: op for op in loops.kernel.ops}
+    made = loops.kernel.made
     found, before = list[str](), set[str]()
     for walk in loops.walks:
         now = [name for name in _needed(loops, _roots(walk)) if name in made]
@@ -87,7 +87,7 @@ def _roots(walk: Walk) -> tuple[str, ...]:
 
 def _needed(loops: Loops, roots: Sequence[str], computed: Collection[str] = ()) -> list[str]:
     """`roots`, and the values of the innermost loop on which they depend, in order. Stops at `computed`."""
-    made = {op.result.name: op for op in loops.kernel.ops}
+    made = loops.kernel.made
     found, waiting = dict[str, None](), [*reversed(roots)]
     while waiting:
         name = waiting.pop()

@@ -64,7 +64,7 @@ def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> W
     A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table does not fit into the
     cache, the fraction of it that is not cached is read from memory.
     """
-    types = {value.name: value.type for value in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+    types = kernel.types
 
     def bytes_of(name: str) -> int:
         return prod([size.bind(sizes) for size in types[name].shape]) * types[name].dtype.itemsize

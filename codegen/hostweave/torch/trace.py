@@ -58,7 +58,7 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     types = [graph.type_of(node) for node in outputs]
     if graph.mesh.size > 1:
         flat = _with_shardings(_fusion(graph, name, {}, {}), options)
-        shardings = [flat.values()[output].type.dims for output in flat.outputs]
+        shardings = [flat.types[output].dims for output in flat.outputs]
         types = [replace(type, dims=dims) for type, dims in zip(types, shardings, strict=True)]
     inputs: dict[str, Any] = {**graph.input_types}
     return hw.block(**inputs)(_program(graph, name, starts)), types
@@ -271,8 +271,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
     """Shardings of the values of these nodes, inferred from a program without functions."""
-    flat = _with_shardings(_fusion(graph, name, starts, names), options)
-    types = {value.name: value.type for value in flat.values().values()}
+    types = _with_shardings(_fusion(graph, name, starts, names), options).types
     return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
 
 

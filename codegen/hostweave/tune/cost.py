@@ -119,18 +119,18 @@ class Product:
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
     """Returns the local matmul that an op computes on one rank."""
-    values = fusion.values()
+    types = fusion.types
     if op.kind in GROUPED:
-        x, other, groups = (list(map(float, local_dims(values[op.tensors[i]].type, fusion.mesh, sizes))) for i in (0, 1, 2))
-        product = grouped_product(groups[-1], x[-2:], other, op.kind == OUTER, values[op.tensors[0]].type.dtype)
+        x, other, groups = (list(map(float, local_dims(types[op.tensors[i]], fusion.mesh, sizes))) for i in (0, 1, 2))
+        product = grouped_product(groups[-1], x[-2:], other, op.kind == OUTER, types[op.tensors[0]].dtype)
         return replace(product, count=product.count * prod(groups[:-1]))
-    left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
+    left, result = (list(map(float, local_dims(types[name], fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
     contracted = op[CONTRACTED] if op.kind == "matmul" else 1
     inner = prod(left[len(left) - contracted :])
     # if all batches share one matrix, the rows of all batches form one matmul
-    is_one = len(values[op.tensors[1]].type.dims) == contracted + 1
+    is_one = len(types[op.tensors[1]].dims) == contracted + 1
     rows = prod(result[:-1]) if is_one else result[-2]
-    return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
+    return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], types[op.tensors[0]].dtype, tf32)
 
 
 def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
@@ -176,7 +176,7 @@ class Attended:
 
 def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
     """Returns the local attention that an op computes on one rank. Each of the three gradients counts as a third of the backward pass."""
-    types = [value.type for value in map(fusion.values().__getitem__, op.tensors[:3])]
+    types = [fusion.types[name] for name in op.tensors[:3]]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
     columns = min(op[WINDOW], k[-2]) if op[WINDOW] else k[-2]
@@ -212,7 +212,7 @@ def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, t
 
 
 def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool, functions: Mapping[str, float]) -> dict[str, float]:
-    types = {name: value.type for name, value in fusion.values().items()}
+    types = fusion.types
     dims = {name: local_dims(type, fusion.mesh, sizes) for name, type in types.items()}
     bytes_of = {name: float(prod(dims[name]) * type.dtype.itemsize) for name, type in types.items()}
 

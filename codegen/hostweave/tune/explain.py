@@ -49,8 +49,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     found = list(candidates(body, options.sizes))
     possible = {candidate.reshard.result.name: candidate for candidate in found}
     with_keys = {candidate.keys.values.result.name: candidate.reshard.result.name for candidate in found if candidate.keys}
-    types = {name: value.type for name, value in body.values().items()}
-    times = seconds(body, options.sizes, options.figures, options.tf32)
+    types, times = body.types, seconds(body, options.sizes, options.figures, options.tf32)
     for choice in chosen.values():
         if choice.value not in types:
             yield f"%{choice.value} of keys in zigzag order, and the same of their values: in sequence{times_of(choice)}"

@@ -72,8 +72,7 @@ class _Finder:
 
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
         self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
-        self.types = {name: value.type for name, value in fusion.values().items()}
-        self.producer = {op.result.name: op for op in fusion.ops}
+        self.types = fusion.types
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.is_on_all_ranks = all(type.mesh is None for type in self.types.values())
         self.keys = {keys.keys.result.name: keys for keys in gathered_keys(fusion)}
@@ -128,14 +127,14 @@ class _Finder:
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
-        matmul, dim = self.producer.get(op.tensors[0]), step_of(op).dim or 0
+        matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
         if (op.kind == "reduce_scatter" and matmul.result.type.dims[dim].axes) or not self.is_outermost(op, dim):
             return (), 0
         indices = index_map(matmul, operand_types(matmul, self.types))
         for number, name in enumerate(matmul.tensors):
-            made = self.producer.get(name)
+            made = self.fusion.made.get(name)
             is_walked = indices.operand_dim(number, dim) is not None
             if made and is_walked and (communicates(made) or made.result.type.partial or made.result.stream):
                 return (), 0
@@ -241,14 +240,14 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
     """Returns the only consumer of a gather if it is a matmul whose columns are gathered, directly or through a transpose. Otherwise
     None."""
-    uses, types, name, dim = consumers(fusion), fusion.values(), gather.result.name, step_of(gather).dim
+    uses, types, name, dim = consumers(fusion), fusion.types, gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
         name, dim = user.result.name, user[ORDER].index(dim)
         user = uses[name][0]
     if user is None or user.kind != "matmul" or user.result.stream or user.operands[1] != name:
         return None
-    is_last = dim == len(types[name].type.dims) - 1 and not types[name].type.dims[-1].axes
+    is_last = dim == len(types[name].dims) - 1 and not types[name].dims[-1].axes
     return user if is_last and user.result.type.mesh is None and user.result.type.partial is None else None
 
 
@@ -257,7 +256,7 @@ def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
-    types = [fusion.values()[name].type for name in (*product.tensors, product.result.name)]
+    types = [fusion.types[name] for name in (*product.tensors, product.result.name)]
     is_known = sizes.keys() >= {name for type in types for size in type.shape for name in size.symbols}
     return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
 
@@ -311,10 +310,9 @@ def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Mach
 
 def _is_made(name: str, fusion: Fusion) -> bool:
     """True if the program allocates the memory of a value. Inputs and their views are in the caller's memory."""
-    producer = {op.result.name: op for op in fusion.ops}
-    while name in producer and OPS[producer[name].kind].is_view:
-        name = producer[name].tensors[0]
-    return name in producer
+    while name in fusion.made and OPS[fusion.made[name].kind].is_view:
+        name = fusion.made[name].tensors[0]
+    return name in fusion.made
 
 
 def _micros(seconds: float) -> float:

@@ -100,10 +100,8 @@ def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             name = moved[name]
         return name
 
-    values = fusion.values()
-
     def size(name: str, dim: int) -> int:
-        return int(values[name].type.shape[dim].bind(sizes))
+        return int(fusion.types[name].shape[dim].bind(sizes))
 
     for op in fusion.ops:
         if op.callee:

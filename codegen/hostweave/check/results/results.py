@@ -235,9 +235,8 @@ class Results:
             self.fail(found)
 
     def fail(self, found: Difference) -> NoReturn:
-        values = {op.result.name: op for op in self.fusion.ops}
         output = [p.name for p in self.program.outputs].index(found.output)
-        op = values.get(self.fusion.outputs[output])
+        op = self.fusion.made.get(self.fusion.outputs[output])
         after, first = first_wrong_stage(self.fusion, self.stages(), found) if self.stages else ("", None)
         where = f"; the first wrong pass is {after}" if after else ""
         if first:
@@ -379,7 +378,7 @@ def work(fusion: Fusion, sizes: Sizes) -> float:
 def _work(fusion: Fusion, given: tuple[tuple[str, int], ...]) -> float:
     sizes = dict(given)
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
-    types, of_functions = fusion.values(), dict[str, float]()
+    of_functions = dict[str, float]()
     for op in fusion.ops:
         if op.callee:
             name = op.callee.name
@@ -389,7 +388,7 @@ def _work(fusion: Fusion, given: tuple[tuple[str, int], ...]) -> float:
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
-            left = types[op.tensors[0]].type.shape
+            left = fusion.types[op.tensors[0]].shape
             terms = left[-2:-1] if op.kind == OUTER else left[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
             made *= 1 + prod(size.bind(sizes) for size in terms) / 100
         total += made

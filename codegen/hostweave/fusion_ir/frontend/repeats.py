@@ -110,7 +110,7 @@ class _Repeats:
         self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
         self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
-        self.made = {op.result.name: op for op in fusion.ops}
+        self.made = fusion.made
         self.users: dict[str, list[Op | None]] = {name: [] for name in self.values}
         for op in fusion.ops:
             for name in op.tensors:
@@ -180,7 +180,7 @@ class _Repeats:
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
-        if is_inner or any(value.type.mesh for value in function.values().values()):
+        if is_inner or any(type.mesh for type in function.types.values()):
             return None
         run = _Run(function, tuple(calls), ())
         if run.key in self.unfit:
@@ -398,7 +398,7 @@ class _Rewriting:
         for of, at, type in self.outputs.values():
             if of is run and type and wanted.setdefault(at, type) != type:
                 raise _Unfit(run.key)
-        made, ops, outputs = {op.result.name: op for op in function.ops}, list(function.ops), function.outputs
+        made, ops, outputs = function.made, list(function.ops), function.outputs
         names = set(function.values())
         for at, type in wanted.items():
             value = made[outputs[at]].result

@@ -72,8 +72,8 @@ class _Choice:
     def __init__(self, fusion: Fusion, options: Options):
         self.mesh, self.options = fusion.mesh, options
         self.ops = fusion.ops
-        self.types = {name: value.type for name, value in fusion.values().items()}
-        self.producer = {op.result.name: op for op in fusion.ops}
+        self.types = fusion.types
+        self.made = fusion.made
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
@@ -135,7 +135,7 @@ class _Choice:
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
-            op = self.producer.get(name) if isinstance(name, str) else None
+            op = self.made.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
@@ -188,7 +188,7 @@ class _Choice:
         that gather."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
-            gather, dim = self.producer.get(str(name)), indices.operand_dim(i, member.dim)
+            gather, dim = self.made.get(str(name)), indices.operand_dim(i, member.dim)
             if gather is None or dim is None or gather.kind != "all_gather" or gather.result.stream or gather.result.name in self.streams:
                 continue
             others = [f"%{user.result.name}" if user else "the caller" for user in self.uses[gather.result.name] if user != op]

@@ -22,12 +22,11 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
     """Adds the reason to each scaled matmul that must be composed."""
-    types = {name: value.type for name, value in fusion.values().items()}
 
     def marked(op: Op) -> Op:
         if op.kind != "scaled_matmul":
             return op
-        why = _why_composed(op, operand_types(op, types), fusion.mesh, options.figures)
+        why = _why_composed(op, operand_types(op, fusion.types), fusion.mesh, options.figures)
         return replace(op, attributes=((COMPOSED.name, why),)) if why else op
 
     return replace(fusion, body=tuple(map(marked, fusion.ops)))

@@ -15,8 +15,7 @@ from hostweave.types.zigzag import some_of
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     """Removes axes of size 1 from all types."""
-    types = {name: value.type for name, value in fusion.values().items()}
-    if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
+    if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in fusion.types.values()} for _, size in mesh.axes):
         return fusion
 
     def without(axes: Axes, mesh: Mesh) -> Axes:
@@ -43,7 +42,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
 
     def in_op(op: Op) -> Op:
         result = in_value(op.result)
-        if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], fusion.mesh):
+        if op.kind in RESHARD_STEPS and _names(op, fusion.types[op.tensors[0]], fusion.mesh):
             return Op("reshard", op.operands, result, location=op.location)  # decompose_reshards decomposes it again
         return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 

@@ -36,7 +36,7 @@ def keep_groups_apart(fusion: Fusion, options: Options) -> Fusion:
 class _Apart(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.made = {op.result.name: op for op in fusion.ops}
+        self.made = fusion.made
         self.inputs = {value.name: value.type for value in fusion.inputs}
         self.uses = consumers(fusion)
         self.apart: dict[str, int] = {}  # op in a chain -> the number of ranks; its result has an additional dim
@@ -48,7 +48,7 @@ class _Apart(OpRewriter):
 
     def ranks_of(self, op: Op) -> int:
         """Number of ranks that split the experts of a grouped matmul. 1 if there are none."""
-        name, type = op.tensors[1], self.fusion.values()[op.tensors[1]].type
+        name, type = op.tensors[1], self.fusion.types[op.tensors[1]]
         while name in self.made and self.made[name].kind in ("permute_dims", "astype", "copy"):
             if self.made[name].kind == "permute_dims" and self.made[name].attributes[0][1][0] != 0:  # type: ignore[index]
                 return 1

@@ -41,7 +41,7 @@ class _Merged:
 class _Merging(OpRewriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.made = {op.result.name: op for op in fusion.ops}
+        self.made = fusion.made
 
     def add(self, op: Op) -> None:
         self.op = op

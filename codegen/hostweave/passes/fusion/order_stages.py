@@ -43,7 +43,7 @@ class _Ranks:
 
     def __init__(self, fusion: Fusion, times: Mapping[str, int]):
         self.fusion, self.times = fusion, times
-        self.types = {name: value.type for name, value in fusion.values().items()}
+        self.types = fusion.types
         self.on = {op.result.name: self._on(op) for op in fusion.ops}
 
     def _on(self, op: Op) -> frozenset[int]:

@@ -66,7 +66,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
                 calls[op.callee.name] += depth * calls[body.name]
             elif communicates(op) and _is_small_sum(op, body, options):
-                term = body.values()[op.tensors[0]].type.local(body.mesh)
+                term = body.types[op.tensors[0]].local(body.mesh)
                 if options.sizes.keys() >= set(product(term.shape).symbols):
                     size = product(term.shape).bind(options.sizes) * term.dtype.itemsize
                     saved += calls[body.name] * (times[op.result.name] - in_kernel(body.mesh.size_of(step_of(op).axes), size))
@@ -79,7 +79,7 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
     """True if an all_reduce is small enough to be computed in a kernel. If sizes are not stated, true if it might be."""
     if op.kind != "all_reduce" or op.result.stream or (step := step_of(op)).reduction != "sum":
         return False
-    term = body.values()[op.tensors[0]].type.local(body.mesh)
+    term = body.types[op.tensors[0]].local(body.mesh)
     most, size = most_terms(options.figures, body.mesh.size_of(step.axes), term), product(term.shape)
     return most > 0 and (not options.sizes.keys() >= set(size.symbols) or size.bind(options.sizes) <= most)
 

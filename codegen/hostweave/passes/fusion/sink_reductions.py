@@ -57,8 +57,8 @@ class _Sinking:
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
-        self.types = {name: value.type for name, value in fusion.values().items()}
-        self.made = {op.result.name: op for op in fusion.ops}
+        self.types = fusion.types
+        self.made = fusion.made
         self.uses = consumers(fusion)
         self.sums: dict[str, Op] = {}  # result -> reshard of a partial value
         self.passing: dict[str, _Terms] = {}  # result -> how to compute its op on terms

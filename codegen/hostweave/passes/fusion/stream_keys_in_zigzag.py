@@ -45,7 +45,7 @@ class _Numbering(OpRewriter):
         self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}
 
     def is_in_zigzag(self, fusion: Fusion, op: Op) -> bool:
-        types = [fusion.values()[name].type for name in op.tensors]
+        types = [fusion.types[name] for name in op.tensors]
         rows = {type.dims[-2] for type in (*types, op.result.type)}
         return bool(op[CAUSAL]) and len(rows) == 1 and isinstance(rows.pop().axes, Zigzag)
 

@@ -21,14 +21,12 @@ from hostweave.options import Options
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
     """Replaces each select from a stack by the stacked value. A stack whose values are reduced together, as for a variance, is kept."""
-    made = {op.result.name: op for op in fusion.ops}
-    types = {name: value.type for name, value in fusion.values().items()}
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:
         op = op.renamed(same)
-        source = _stacked(op, made)
-        is_itself = source is not None and types[source] == op.result.type and not op.result.stream
+        source = _stacked(op, fusion.made)
+        is_itself = source is not None and fusion.types[source] == op.result.type and not op.result.stream
         if source is not None and is_itself and op.result.name not in fusion.outputs:
             same[op.result.name] = same.get(source, source)
         else:

@@ -24,7 +24,6 @@ from hostweave.host_ir.expr import Binary, Const
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links, fused_launch
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import TensorType
 
 AT_ONCE = 1 << 14  # elements that a block of 512 threads reads with a few accesses per thread
 
@@ -66,17 +65,16 @@ def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir
     """A launch and kernel that reduce all dims at once, and the number of elements. None if no kernel can, or if the number is an int."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
-    types: dict[str, TensorType] = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]
     if len(reductions) != 2 or reductions[1].tensors != (reductions[0].result.name,):
         return None
     rows, total = reductions
     (source,) = rows.tensors
-    elements, uses = product(types[source].shape), [name for op in kernel.ops for name in op.tensors]
+    elements, uses = product(kernel.types[source].shape), [name for op in kernel.ops for name in op.tensors]
     is_one = _combine(rows, total) and uses.count(rows.result.name) == 1
     if not is_one or elements.is_int or links.root(links.launches[first].dsts[0]) in links.outputs:
         return None
-    left = [axis for axis in range(len(types[source].dims)) if rows[KEEPDIMS] or axis not in rows[AXES]]
+    left = [axis for axis in range(len(kernel.types[source].dims)) if rows[KEEPDIMS] or axis not in rows[AXES]]
     axes = tuple(sorted({*rows[AXES], *(left[axis] for axis in total[AXES])}))
     at_once = replace(total.with_attribute(AXES, axes), operands=(source,))
     kernel = replace(kernel, ops=tuple(at_once if op is total else op for op in kernel.ops if op is not rows))

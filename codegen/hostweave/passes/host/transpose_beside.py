@@ -91,7 +91,6 @@ def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
     cast = next(op for op in ops if op.result.name == last.operands[0])
     if cast.kind != "astype":
         return kernel
-    types = {parameter.name: parameter.type for parameter in kernel.inputs} | {op.result.name: op.result.type for op in ops}
     (wide,), name = cast.tensors, f"{last.result.name}_wide"
-    turned = replace(last, operands=(wide,), result=Value(name, replace(last.result.type, dtype=types[wide].dtype)))
+    turned = replace(last, operands=(wide,), result=Value(name, replace(last.result.type, dtype=kernel.types[wide].dtype)))
     return replace(kernel, ops=(*ops, turned, replace(cast, operands=(name,), result=last.result)))

@@ -33,7 +33,7 @@ class Buffers:
         copies if possible.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
-        written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
+        written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
         self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
 
     # --- whole values ---
@@ -48,7 +48,7 @@ class Buffers:
         elif not is_known and name in self.placement.inverse_view:
             self.by_value[name] = self._inverse_view(self.placement.inverse_view[name])
         elif not is_known:
-            producer = self.flow.producer[name]
+            producer = self.flow.made[name]
             local = self.flow.local(self.flow.values[name])
             self.by_value[name] = self._view_of_all(producer) if self.flow.is_view(producer) else self.b.allocate(name, local)
         return self.by_value[name]
@@ -133,7 +133,7 @@ class Buffers:
         """Chunk of a value in one iteration. If `keeps`, the chunk keeps the dim even if an iteration covers a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
-            self.view(self.flow.producer[name], steps)
+            self.view(self.flow.made[name], steps)
         if name in self.chunks:
             return self.chunks[name]
         if name in self.by_step:

@@ -137,7 +137,7 @@ class _Lowering:
         self.reshards.transfers.wait_for_readers()
         # Donated memory is written last, because other results may be views of a returned value.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
-            b.location = flow.producer[name].location if parameter.memory else None
+            b.location = flow.made[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
                 if source != parameter.name and parameter.group:  # the tensors of a parameter group have unrelated addresses
@@ -162,7 +162,7 @@ class _Lowering:
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:
-                b.location = self.flow.producer[name].location
+                b.location = self.flow.made[name].location
                 with b.on(parameter.type.mesh):
                     view = self.buffers.buffer_of(name)
                     kept[name] = b.allocate(f"{name}_kept", b.types[parameter.name]) if parameter.memory else parameter.name
@@ -220,11 +220,11 @@ class _Lowering:
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
         """Emits a loop over shards that an earlier gather delivers, for a matmul and its epilogues. It begins with the rank's own shard."""
-        b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.producer[loop.gathered]
+        b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.made[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
         axes, mesh = step_of(gather).axes, self.flow.mesh
-        ranks, view = mesh.size_of(axes), self.flow.producer[weights]
+        ranks, view = mesh.size_of(axes), self.flow.made[weights]
         steps = LoopSteps(mesh, Var(b.loop_index()), loop.steps, loop.drops_dim, ranks, uneven=self.flow.uneven)
         b.location = loop.ops[0].location
         with b.looped() as body:

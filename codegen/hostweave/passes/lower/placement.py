@@ -80,7 +80,7 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
 
 def _is_placed(flow: Dataflow, name: str) -> bool:
     """True if a value is computed by an op that is not a pointwise kernel, and that can write directly into a concat or pad."""
-    made = flow.producer.get(name)
+    made = flow.made.get(name)
     if made is None:
         return False
     if made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
@@ -119,7 +119,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
-    made = flow.producer.get(source.name)
+    made = flow.made.get(source.name)
     have, want = ([size for size in flow.local(value).shape if size != ONE] for value in (source, op.result))
     is_free = made is not None and made.result.stream is None and made.kind not in RESHARD_STEPS and _writes_strided(flow, made)
     return have == want and is_free and _can_lie_in(flow, source.name, op)
@@ -139,7 +139,7 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
     The op of the value then writes through the inverse view, without a copy.
     """
-    found = {flow.producer[name].tensors[0]: flow.producer[name] for name in parts if flow.is_view(flow.producer[name])}
+    found = {flow.made[name].tensors[0]: flow.made[name] for name in parts if flow.is_view(flow.made[name])}
     for op in flow.fusion.ops:
         users = flow.consumers[op.result.name]
         is_returned = op.result.name in flow.fusion.outputs and not users
@@ -162,7 +162,7 @@ def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOp
     """Maps values to their views, from `op` back to the op that computes the elements. Empty if a view cannot be inverted, or has other
     uses."""
     (name,) = op.tensors
-    made = flow.producer.get(name)
+    made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
         return {}
     try:

@@ -25,7 +25,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
     sharded: dict[str, None] = {}
     even: set[str] = set()
     for body in (*fusion.functions, fusion):  # a size has the same value in all bodies
-        types = {name: value.type for name, value in body.values().items()}
+        types = body.types
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(name for dim in dims if dim.size.factor for name in dim.size.symbols)
         even.update(name for dim in dims if not dim.size.factor or isinstance(dim.axes, Zigzag) for name in dim.size.symbols)
