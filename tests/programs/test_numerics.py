@@ -55,8 +55,12 @@ ON_ONE_DEVICE = (
     Variant(ranks=1, chunks=5, streams=2, dtype=hw.f16, known=True),
     Variant(ranks=1, chunks=3, streams=4, dtype=hw.bf16),
 )
-CASES = [pytest.param(name, v, id=f"{name}-{v}") for name in SEVERAL for v in VARIANTS] + [
-    pytest.param(name, v, id=f"{name}-{v}") for name in ONE_DEVICE for v in ON_ONE_DEVICE
+OFTEN = VARIANTS[3]  # other tests run every program in this variant
+CASES = [
+    pytest.param(name, v, id=f"{name}-{v}", marks=[pytest.mark.slow] if v is OFTEN else [])
+    for names, variants in ((SEVERAL, VARIANTS), (ONE_DEVICE, ON_ONE_DEVICE))
+    for name in names
+    for v in variants
 ]
 
 
@@ -85,7 +89,7 @@ def test_matches_numpy(name: str, variant: Variant) -> None:
 @pytest.mark.parametrize("name", [*SEVERAL, *ONE_DEVICE])
 def test_any_size(name: str) -> None:
     """Runs one compiled program alternately at several sizes."""
-    variant = VARIANTS[3] if name in SEVERAL else ON_ONE_DEVICE[0]
+    variant = OFTEN if name in SEVERAL else ON_ONE_DEVICE[0]
     for times in (1, 4, 1):
         fusion, sizes = fusion_and_sizes(name, variant, times)
         program = compiled(fusion, options=Options(streams=variant.streams))
@@ -99,7 +103,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
     """The last ranks have fewer elements or none."""
-    variant = VARIANTS[3]
+    variant = OFTEN
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))
     for more in (1, 2, 3, 0):

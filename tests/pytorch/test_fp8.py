@@ -69,7 +69,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     ("mesh", "plan"),
     [
         (hw.Mesh(tp=1), TP),
-        (hw.Mesh(tp=2), TP),
+        pytest.param(hw.Mesh(tp=2), TP, marks=pytest.mark.slow),  # part of the next two
         (hw.Mesh(dp=2, tp=2), TP | {"x": "dp, -, -"}),
         (hw.Mesh(tp=4), TP | {"x": "-, tp, -", "down": "-, tp, -"}),
     ],

@@ -59,7 +59,7 @@ def expect_logits(compiled: Any, module: nn.Module, inputs: dict[str, Any]) -> N
 
 
 @pytest.mark.usefixtures("exported_once")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_logits_are_those_of_torch(name: str, ranks: int) -> None:
     module, inputs = model(name)
