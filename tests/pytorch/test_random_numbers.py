@@ -43,6 +43,9 @@ DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "randint": (lambda x: torch.randint(3, 8, (64, 96)).float() + 0 * x, 5, 2**0.5, 3, 7),
     "randint_like": (lambda x: torch.randint_like(x, 5), 2, 2**0.5, 0, 4),
     "bernoulli": (lambda x: torch.bernoulli(0 * x + 0.25), 0.25, (3 / 16) ** 0.5, 0, 1),
+    "bernoulli_": (lambda x: torch.empty_like(x, dtype=torch.int32).bernoulli_(0 * x + 0.25).float(), 0.25, (3 / 16) ** 0.5, 0, 1),
+    "random_": (lambda x: torch.empty_like(x).random_(5), 2, 2**0.5, 0, 4),
+    "normal": (lambda x: torch.normal(2.0, 3.0, (64, 96)) + 0 * x, 2, 3, -16, 20),
     "normal_": (lambda x: torch.empty_like(x).normal_(2, 3), 2, 3, -16, 20),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1, 4 * 12**-0.5, -1, 3),
     "exponential_": (lambda x: torch.empty_like(x).exponential_(2), 0.5, 0.5, 0, 9),
@@ -122,3 +125,7 @@ def test_other_draws_are_refused() -> None:
         compiled(lambda x: torch.poisson(x + 1))
     with pytest.raises(ProgramError, match="generator"):
         compiled(lambda x: torch.empty_like(x).normal_(generator=torch.Generator()))
+    with pytest.raises(ProgramError, match="another generator"):
+        compiled(lambda x: x + torch.rand(64, 96, generator=torch.Generator()))
+    with pytest.raises(ProgramError, match=r"test_random_numbers.py:\d+: forward calls torch.manual_seed"):
+        compiled(lambda x: (torch.manual_seed(3), torch.rand_like(x))[1])

@@ -417,11 +417,18 @@ def _normal(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> torch.Te
     return _filled(torch.randn_like, lambda z: z * std + mean)(like, generator=generator)
 
 
+def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: Any = None, dtype: Any = None, **_: Any) -> torch.Tensor:
+    return _normal(torch.empty(size, dtype=dtype), mean, std, generator)
+
+
 # Ops that fill a tensor with random numbers, such as x.exponential_().
 _DRAWN: dict[Any, Callable[..., Any]] = {
     aten.uniform.default: _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low),
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
     aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
+    aten.bernoulli.Tensor: _filled(torch.rand_like, torch.lt),
+    aten.random.to: _filled(lambda x: x, lambda x, high: torch.randint_like(x, high)),
+    aten.normal.float_float: _normal_of_size,
     aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
     aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),
     aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),

@@ -69,6 +69,7 @@ def exported(
             _of_whole_sequences(module),
             with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
+            patch.object(torch, "manual_seed", _refuse_seed),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             _without_logs(),
@@ -110,6 +111,11 @@ def exported(
 def without_code() -> AbstractContextManager[None]:
     """Inside, torch does not print its graphs as Python code, because nothing runs them."""
     return _use_lazy_graph_module(True)
+
+
+def _refuse_seed(*_: Any) -> None:
+    why = "forward calls torch.manual_seed, which only its tracing would do"
+    raise ProgramError(f"{why}; call it before the module, which draws its seeds from torch's generator", Location.of_caller(_TORCH))
 
 
 @contextmanager
