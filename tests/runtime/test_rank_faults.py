@@ -350,8 +350,8 @@ def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
         assert "x: rank 0 passes [1, 3] of [2, 3], rank 1 passes [2, 3] of [4, 3]; pass blocks of one f32[M@x, K]" in counts
         assert "rank 0: call 2 of gathered is not done after 1 seconds" in late or (rank == 1 and "has failed" in late), late
         assert hosts == (
-            "ArgumentError gathered: is for the target cpu, whose ranks share the memory of one host; group 'default' is on 2 hosts: "
-            "compile for cuda, or start all ranks on one"
+            "ArgumentError gathered: is for the target cpu, whose ranks share the memory of one host; group 'default' is on 2 hosts; "
+            "compile for cuda, or start all ranks on one host"
         )
 
 
