@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from compiled_fusions import fusion_of
 from fusion_properties import IGNORED
-from fusions_from_files import fusions_of_features
+from fusions_from_files import exchange_fusions, fusions_of_features
 from math_mutants import CAUGHT, MISSED, Subject, judged, mutants, subjects, training_subjects
 
 import hostweave as hw
@@ -72,6 +72,13 @@ def test_a_sum_of_one_element_is_no_evidence() -> None:
     """Sizes of the check must be above 1, because over a single element a sum equals a maximum."""
     subject = Subject("two_axes", fusion_of("two_axes", 4, 3, hw.f32))
     assert {subject.judge(made) for kind, _, made in mutants(subject.host) if kind == "another op"} == {CAUGHT}
+
+
+def test_integers_reduced_by_xor_have_many_bits() -> None:
+    """A program with many other elements has one set of inputs, which must tell xor from or."""
+    subject = Subject("permutes", exchange_fusions(8)["permutes"])
+    found = [made for kind, where, made in mutants(subject.host) if kind == "another op" and "reduce_xor" in where]
+    assert [subject.judge(made) for made in found] == [CAUGHT, CAUGHT]
 
 
 def test_each_input_is_tried_with_both_signs() -> None:

@@ -24,7 +24,8 @@ from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
 OTHERS = range(3)  # values of integers that no op uses as positions or lengths
-ANY, PLACES, STARTS, LENGTHS, OFFSETS, ENDS = "any", "places", "starts", "lengths", "offsets", "ends"
+BITS = 2**16  # values of integers whose bits are reduced by xor: two results of few bits are often equal
+ANY, PLACES, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 
 
 def random_inputs(
@@ -68,9 +69,8 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
         return functions.real.exactly(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
-    low, high = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1), ENDS: (0, most + 1)}.get(
-        role, (OTHERS.start, OTHERS.stop)
-    )
+    ranges = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1), ENDS: (0, most + 1)}
+    low, high = (ranges | {XORED: (0, BITS)}).get(role, (OTHERS.start, OTHERS.stop))
     values: Any = random.integers(low, max(high, low + 1), shape)
     if role in (OFFSETS, ENDS):
         values.sort(axis=-1)
@@ -85,8 +85,9 @@ def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]
     """The role and the upper bound of each integer input that has positions, lengths or offsets."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, most in _steering(fusion, sizes):
-        before = found.get(name, (role, most))
-        found[name] = (role, min(most, before[1]))
+        if role != XORED or name not in found:
+            before = found.get(name, (role, most))
+            found[name] = (role, min(most, before[1]))
     return {v.name: found[v.name] for v in fusion.inputs if v.name in found}
 
 
@@ -119,6 +120,8 @@ def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             for word, name in masks_of(op, op.tensors).items():
                 if word in (LENGTHS, OFFSETS):
                     yield source(name), word, size(op.tensors[1], -2)
+        elif op.kind == "reduce_xor":
+            yield source(op.tensors[0]), XORED, BITS
         elif len(op.tensors) == 1 and _moves(op):
             moved[op.result.name] = op.tensors[0]
 
