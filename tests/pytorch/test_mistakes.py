@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutp
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError  # noqa: E402
+from hostweave.torch.graph import location  # noqa: E402
 
 X = torch.ones(4, 8)
 MESH = hw.Mesh(tp=2)
@@ -284,3 +285,12 @@ def sharded() -> Any:
 def test_more(sharded: Any, op: Any, call: Callable[[Any, Any], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(HostweaveError, match=message):
         call(sharded, op)
+
+
+def test_a_user_folder_named_torch() -> None:
+    """Lines in the user's folder `torch` are the user's; those of the installed PyTorch are not."""
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    steps = [("/home/me/torch/model.py", 3, "y = f(x)"), (torch.nn.functional.__file__, 9, "return g(x)")]
+    node.meta["stack_trace"] = "".join(f'  File "{file}", line {line}, in forward\n    {text}\n' for file, line, text in steps)
+    assert str(location(node)).startswith("model.py:3")

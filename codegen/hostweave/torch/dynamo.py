@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx import GraphModule, Interpreter, Node
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.torch.graph import location, refused
+from hostweave.torch.graph import OF_TORCH, location, refused
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import AxesOfDims, text_of
 
@@ -112,7 +112,7 @@ def op_name(node: Any) -> str:
 
 
 def place_of(stack: Any) -> str:
-    frames = [frame for frame in stack or () if "/torch/" not in frame.filename]
+    frames = [frame for frame in stack or () if not frame.filename.startswith(OF_TORCH)]
     return str(Location(frames[-1].filename.rpartition("/")[2], frames[-1].lineno or 0)) if frames else "an unknown line"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -413,10 +414,13 @@ def modules_of(node: Node) -> list[str]:
 _NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
 
 
+OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")  # folders whose code is not the user's
+
+
 def location(node: Node) -> Location | None:
     """The user's line that created a node: the innermost line outside of torch."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")] or frames
+    own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
     if not own:
         return None
     path, line, text = own[-1]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,12 +22,12 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from hostweave.torch.graph import OF_TORCH
 from hostweave.torch.layer_caches import INDEX, Index, Part, State, Tensor, described, flat, is_cache, tensors_in
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.state import is_same
 
-_TRACING = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
 _ABSENT = object()
 results_of: dict[int, list[Any]] = {}  # number of a traced layer -> (shape, strides, dtype) of each result
@@ -299,7 +298,7 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
     def get(self: Any, name: str) -> Any:
         found = own.__getattribute__(self, name)
         if name == "__dict__":
-            if not sys._getframe(1).f_code.co_filename.startswith(_TRACING):
+            if not sys._getframe(1).f_code.co_filename.startswith(OF_TORCH):
                 reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
                 if index is not None:
                     index.read()
