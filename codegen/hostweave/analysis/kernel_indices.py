@@ -135,7 +135,7 @@ def _iteration(kernel: Kernel) -> Iteration:
     return _checked(Iteration(sizes, indices, (), (), lanes, parts, spans), kernel)
 
 
-def _walked(kernel: Kernel, types: dict[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
+def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
     """Joins the dims that share an index. Returns the dims that no loop iterates over, at most one per value, and the dims that have
     loops."""
     lanes: dict[str, int] = {}
@@ -167,7 +167,7 @@ def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue])
 
 
 def _labelled(
-    types: dict[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
+    types: Mapping[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
 ) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
     """Returns the size of each index, the indices of each value's dims, and the `parts` of `Iteration`."""
     sizes: dict[str, Size] = {}
@@ -193,7 +193,7 @@ def _labelled(
     return sizes, indices, parts
 
 
-def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
+def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
     """Lists of dims that share one index of the op. Also maps each operand with data-dependent reads to the dim that they index."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor

@@ -39,11 +39,11 @@ class Dataflow:
         return self.fusion.values()
 
     @property
-    def types(self) -> dict[str, TensorType]:
+    def types(self) -> Mapping[str, TensorType]:
         return self.fusion.types
 
     @property
-    def made(self) -> dict[str, Op]:
+    def made(self) -> Mapping[str, Op]:
         return self.fusion.made
 
     @cached_property

@@ -243,12 +243,12 @@ class Fusion:
         return {op.result.name: item for item in self.body if isinstance(item, ChunkLoop) for op in item.ops}
 
     @cached_property
-    def made(self) -> dict[str, Op]:
+    def made(self) -> Mapping[str, Op]:
         """Maps each computed value to its op."""
         return {op.result.name: op for op in self.ops}
 
     @cached_property
-    def types(self) -> dict[str, TensorType]:
+    def types(self) -> Mapping[str, TensorType]:
         """Types of all values, in order of definition."""
         return {name: value.type for name, value in self.values().items()}
 

@@ -69,12 +69,12 @@ class Kernel:
     ends: str = field(default="", compare=False)
 
     @cached_property
-    def made(self) -> dict[str, Op]:
+    def made(self) -> Mapping[str, Op]:
         """Maps each computed value to its op."""
         return {op.result.name: op for op in self.ops}
 
     @cached_property
-    def types(self) -> dict[str, TensorType]:
+    def types(self) -> Mapping[str, TensorType]:
         return {p.name: p.type for p in self.inputs} | {op.result.name: op.result.type for op in self.ops}
 
     @property

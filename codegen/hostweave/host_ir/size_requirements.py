@@ -55,7 +55,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
-def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
+def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]]]:
     """Ops of all kernels that are launched, each with the types of the kernel's values."""
     for kernel in launched(program.kernels, program.body):
         yield from ((op, kernel.types) for op in kernel.ops)

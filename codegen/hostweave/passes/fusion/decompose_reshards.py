@@ -38,7 +38,7 @@ class _Decomposition(OpRewriter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.options, self.sizes = options, options.sizes
-        self.types = fusion.types
+        self.types = dict(fusion.types)
         self.producer: dict[str, int] = {}  # value -> index of its op in `ops`
         self.consumers = consumers(fusion)
         self.same: dict[str, str] = {}  # result of a reshard that has no effect or is a repetition -> the value to use instead

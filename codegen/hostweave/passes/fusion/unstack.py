@@ -11,6 +11,7 @@ becomes
     %y: f32[M] = exp(%b)
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
@@ -34,7 +35,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
     return replace(fusion, body=eliminate_dead_code(ops, fusion.outputs)) if same else fusion
 
 
-def _stacked(op: Op, made: dict[str, Op]) -> str | None:
+def _stacked(op: Op, made: Mapping[str, Op]) -> str | None:
     """The stacked value that a select returns. None if its operand is not a stack."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:

@@ -1,6 +1,6 @@
 """Finds sizes that need not divide by the number of ranks. The last ranks may then have smaller or empty blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hostweave.base.errors import ProgramError
 from hostweave.communication.transfers import needs_equal_blocks
@@ -39,7 +39,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
     return tuple(name for name in sharded if name not in even)
 
 
-def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
+def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
     """Dims that must divide evenly because of an op."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
@@ -55,7 +55,7 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Trans
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
 
 
-def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Dim, str]]:
+def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple[Dim, str]]:
     operands = operand_types(op, types)
     involved = (*operands, op.result.type)
     if op.result.stream:
