@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import host_text
-import ml_dtypes  # noqa: F401  its import teaches NumPy bf16 and f8
+import ml_dtypes  # noqa: F401  its import registers bf16 and f8 with NumPy
 import numpy as np
 import pytest
 from interpret import interpret

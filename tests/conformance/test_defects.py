@@ -34,7 +34,7 @@ from functools import cache
 from typing import Any
 
 import host_text
-import ml_dtypes  # noqa: F401  its import teaches NumPy bf16
+import ml_dtypes  # noqa: F401  its import registers bf16 with NumPy
 import numpy as np
 import pytest
 from interpret import interpret

@@ -96,10 +96,10 @@ def test_several_dims_are_one_matmul() -> None:
         ("ab,b1->a", ("ab", "bc"), "it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'"),
         ("ab->a->b", ("ab",), "it may contain only letters, commas and one arrow; write it like 'ij,jk->ik'"),
         ("ab", ("ab", "bc"), "1 terms for 2 operands; write one for each"),
-        ("abc->a", ("ab",), "'abc' has 3 letters, and f64[2, 3] 2 dims; write one for each"),
+        ("abc->a", ("ab",), "'abc' has 3 letters, but f64[2, 3] has 2 dims; write one for each"),
         ("ab->ac", ("ab",), "no operand has c, but the result does; remove it"),
         ("ab->aa", ("ab",), "the result 'aa' has a letter twice; name it once"),
-        ("ab,bc->ac", ("ab", "cb"), "b is 3 and 4 of f64[4, 3]; dims with the same letter must have equal sizes"),
+        ("ab,bc->ac", ("ab", "cb"), "b has size 3, but size 4 in f64[4, 3]; dims with the same letter must have equal sizes"),
         (None, ("ab",), "not a string; write the letters of each operand and of the result, such as 'ij,jk->ik'"),
     ],
 )

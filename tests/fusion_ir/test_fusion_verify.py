@@ -24,7 +24,7 @@ AS_GIVEN = [
     ("%y: f32[8] = sum(%x)", "text:2: sum: attribute axis is missing; write axis=(0,)"),
     ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
     ("%y: f32[4] = select(%x, index=0)", "text:2: select: attribute axis is missing; write axis=0"),
-    ("%y: f32[4] = select(%x, axis=0, index=8)", "text:2: select: index 8 of dim 0 of f32[8@x, 4] is out of range; it goes from 0 to 7"),
+    ("%y: f32[4] = select(%x, axis=0, index=8)", "text:2: select: index 8 of dim 0 of f32[8@x, 4] is out of range; indices go from 0 to 7"),
     ("%y: f32[4] = select(%x, axis=2, index=0)", "text:2: select: axis=2 is out of range; f32[8@x, 4] has dims 0 to 1"),
     (
         "%y: f32[3, 4] = slice(%x, axis=0, start=2, step=3)",

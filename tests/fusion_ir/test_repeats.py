@@ -139,8 +139,8 @@ def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("w_0 to w_3", "w_0 to v_3", "do not differ in one number"),
-        ("w_0 to w_3", "w_3 to w_0", "do not differ in one number"),
+        ("w_0 to w_3", "w_0 to v_3", "is not a range of names"),
+        ("w_0 to w_3", "w_3 to w_0", "is not a range of names"),
         (", depth=depth, each", ", each", "write one, as in depth=2"),
         ("returned=(0,)", "returned=(1,)", "correct its type"),
         ("returned=(0,)", "returned=(2,)", "each, lagged, carried and returned must name each at most once"),

@@ -104,7 +104,7 @@ ERRORS = {
     ),
     "indices": ("return x[:, :, :]", {}, "4: indexing: 3 keys for the 2 dims of bf16[M, K]; leave some out"),
     "index twice": ("return x[..., 0, ...]", {}, "4: indexing: '...' is given twice; write ':' for each dim instead"),
-    "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside of dim 0 of f32[8, 4]; it goes from 0 to 7"),
+    "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside of dim 0 of f32[8, 4]; indices go from 0 to 7"),
     "slice outside": (
         "return x[:, 2:5]",
         {"x": "hw.f32[8, 4]"},
@@ -120,7 +120,7 @@ ERRORS = {
     "slice by a name": (
         "return x[:'K']",
         {},
-        "4: indexing: :K of dim 0 of bf16[M, K] is not made of ints; split a dim by hw.reshape where its parts have names",
+        "4: indexing: :K of dim 0 of bf16[M, K] has a bound or step that is not an int; to split a dim into named parts, use hw.reshape",
     ),
     "concat": (
         "return hw.concat(x)",
@@ -287,14 +287,14 @@ ERRORS = {
     "attention heads": (
         "return hw.scaled_dot_product_attention(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[2, 'T', 8]"},
-        "4: attention: query bf16[4, S, 8], key bf16[2, T, 8], value bf16[2, T, 8] differ in their heads; "
-        "use enable_gqa=True for groups of heads",
+        "4: attention: query bf16[4, S, 8], key bf16[2, T, 8], value bf16[2, T, 8] differ in their numbers of heads; "
+        "use enable_gqa=True if query heads share key heads",
     ),
     "attention groups": (
         "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
         "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
-        "the key's heads do not divide the query's heads; use int sizes that divide",
+        "the key head count does not divide the query head count; use int sizes that divide",
     ),
     "attention masks": (
         "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",
@@ -363,7 +363,7 @@ ERRORS = {
     "reshard rank": (
         'return hw.reshard(x, "M")',
         {},
-        "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims, only the mesh axes may differ",
+        "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims: only the mesh axes may differ",
     ),
     "reshard of an int by a name": (
         'return hw.reshard(x, "X@x", "K")',

@@ -258,7 +258,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
         r"window=4 must be an int of at least 1, together with causal=",
     ),
     "no window": (lambda q: hw.attention(q, q, q, "top_left", 0), "window=0 must be an int of at least 1"),
-    "heads": (lambda q: hw.attention(q, q[:, :2], q[:, :2]), "differ in their heads; use enable_gqa=True for groups of heads"),
+    "heads": (lambda q: hw.attention(q, q[:, :2], q[:, :2]), "differ in their numbers of heads; use enable_gqa=True if query heads share"),
     "lengths": (
         lambda q: hw.attention(q, q, q, lengths=hw.iota(q, "S")),
         r"lengths of i32\[S\] are not i32\[B\], the number of valid keys per batch; cast or reshape them",
@@ -300,10 +300,10 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
     [
         ("attention %q, %k, %q scaled 1.0 -> %y", "with or without B, and G a divisor of H: reshape them"),
         ("attention %q, %k, %k scaled 1.0 -> %z", "%z is bf16[2, 2, T, 8], not bf16[2, 4, S, 8]"),
-        ("attention %q, %k, %k scaled 1.0 lengths %q -> %y", "%q is bf16[2, 4, S, 8], not i32[2], as lengths are, contiguous"),
+        ("attention %q, %k, %k scaled 1.0 lengths %q -> %y", "%q is bf16[2, 4, S, 8], but lengths are i32[2], contiguous"),
         ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "write bottom_right with lengths, or remove it"),
         ("attention %q, %k, %k scaled 1.0 window 4 -> %y", "window 4: write an int of at least 1, and a diagonal"),
-        ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], not f32[2, 4, S], as lse is"),
+        ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], but lse is f32[2, 4, S], contiguous"),
         ("attention %q, %k, %k scaled 1.0 -> %y lse %z, %u", "lse is one buffer: name one"),
         ("attention %q, %k, %k scaled 1.0 lengths %q, %k -> %y", "lengths are one buffer: name one"),
         ("%t = permute %q by [0, 1, 3, 2]\n  attention %t, %t, %t scaled 1.0 -> %u", "a row of %t are not contiguous"),

@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "offsets and lengths": (
         lambda q, k, n: hw.attention(q, q, q, offsets=n, lengths=n[:, 0]),
-        "offsets are given with lengths or a bias; packed sequences have neither, leave them out",
+        "offsets are given with lengths or a bias; packed sequences support neither, so leave these out",
     ),
 }
 

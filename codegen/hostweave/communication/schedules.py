@@ -1,4 +1,4 @@
-"""The list of all schedules of chunk loops, and its selection by the options."""
+"""All schedules of chunk loops, and functions that select schedules by the options."""
 
 from collections.abc import Iterable, Iterator
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import ml_dtypes  # noqa: F401  its import teaches NumPy the names
+import ml_dtypes  # noqa: F401  its import registers bf16 and f8 with NumPy
 import numpy as np
 from numpy.typing import NDArray
 

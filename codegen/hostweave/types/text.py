@@ -63,7 +63,7 @@ class Reader(SizeReader):
         self.expect("of")
         group = ParameterGroup(first, last, self.word("the name of an array"))
         if not group.names:
-            self.fail(f"{first} and {last} do not differ in one number that counts up; write it like w_0 to w_31", start)
+            self.fail(f"{first} to {last} is not a range of names; the end must have one larger number, as in w_0 to w_31", start)
         return group
 
     def typed_name(self) -> tuple[str, TensorType]:

@@ -260,9 +260,9 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
         raise ProgramError.here(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them")
     group = q[-3].divided_by(k[-3])
     if not enable_gqa and q[-3] != k[-3]:
-        raise ProgramError.here(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads")
+        raise ProgramError.here(f"attention: {shapes} differ in their numbers of heads; use enable_gqa=True if query heads share key heads")
     if group is None or not group.is_int:
-        raise ProgramError.here(f"attention: {shapes}: the key's heads do not divide the query's heads; use int sizes that divide")
+        raise ProgramError.here(f"attention: {shapes}: the key head count does not divide the query head count; use int sizes that divide")
     return int(group)
 
 
@@ -354,7 +354,7 @@ def _check_masks(
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Operands that mask the scores, and the attributes that say which of them are given."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
-    apart = "offsets are given with lengths or a bias; packed sequences have neither, leave them out"
+    apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (
         why_no_lengths(query.type, lengths.type) if lengths is not None else "",
         why_no_bias(query.type, key.type, bias.type) if bias is not None else "",

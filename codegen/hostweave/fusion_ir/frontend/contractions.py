@@ -35,7 +35,7 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     for term, operand in zip(terms, operands, strict=True):
         for letter, size in zip(term, operand.type.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                why = f"{letter} is {sizes[letter]} and {size} of {operand.type}"
+                why = f"{letter} has size {sizes[letter]}, but size {size} in {operand.type}"
                 raise ProgramError.here(f"einsum: {subscripts!r}: {why}; dims with the same letter must have equal sizes")
     (total, labels), *others = ((operand, tuple(term)) for operand, term in zip(operands, terms, strict=True))
     while others:
@@ -105,7 +105,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
         if not isinstance(operand, Tensor):
             fail(f"{operand!r} is not a tensor of this fusion; make it an input")
         if len(term) != operand.ndim:
-            fail(f"{term!r} has {len(term)} letters, and {operand.type} {operand.ndim} dims; write one for each")
+            fail(f"{term!r} has {len(term)} letters, but {operand.type} has {operand.ndim} dims; write one for each")
         if len(set(term)) < len(term):
             fail(f"{term!r} has a letter twice; a diagonal is not supported")
     counts = Counter("".join(terms))

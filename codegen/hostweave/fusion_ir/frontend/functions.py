@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. cuBLASLt does not support such a matmul, so a generated kernel computes it, which is much slower than a matmul of floats.
+    wrap around. cuBLASLt does not support integer matmuls. A generated kernel computes them, much slower than matmuls of floats.
 
     If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
 
@@ -241,8 +241,8 @@ def _expect_dtype(name: str, dtype: object) -> None:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """Index (i64) of the largest element along one dim, or in the flattened tensor. Of several, it is the first. A NaN counts as the
-    largest.
+    """Index (i64) of the largest element along one dim, or in the flattened tensor. Among equal elements, it is the first. A NaN counts
+    as the largest.
 
     A sharded dim is gathered first. With `keepdims` the dim is kept, with one element.
 
@@ -431,7 +431,7 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
     given = tuple(stated(Dim.of, dim, "reshard") for dim in _listed(dims))
     wanted = TensorType(x.dtype, given, mesh=mesh or x.type.mesh)
     if wanted.shape != x.type.shape:
-        remedy = "repeat its dims, only the mesh axes may differ"
+        remedy = "repeat its dims: only the mesh axes may differ"
         if len(given) == x.ndim:
             at = next(at for at, dim in enumerate(given) if dim.size != x.type.shape[at])
             remedy = f"dim {at} is {x.type.shape[at]} and not {given[at].size}: write {str(replace(given[at], size=x.type.shape[at]))!r}"

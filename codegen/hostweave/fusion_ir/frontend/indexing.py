@@ -67,7 +67,7 @@ def _selected(x: Tensor, axis: int, index: int) -> Tensor:
     size = x.type.shape[axis]
     if size.is_int:
         if not -int(size) <= index < int(size):
-            raise ProgramError.here(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(size) - 1}")
+            raise ProgramError.here(f"indexing: {index} is outside of dim {axis} of {x.type}; indices go from 0 to {int(size) - 1}")
         index %= int(size)
     return record("select", x, axis=axis, index=index)
 
@@ -81,7 +81,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     whole, step = x.type.shape[axis], 1 if key.step is None else key.step
     for bound in (key.start, key.stop, step):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
-            raise fail("is not made of ints; split a dim by hw.reshape where its parts have names")
+            raise fail("has a bound or step that is not an int; to split a dim into named parts, use hw.reshape")
     if step < 1:
         raise fail("has a negative step; use a step of at least 1")
     start, stop = (

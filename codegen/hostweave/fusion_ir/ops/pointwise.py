@@ -265,14 +265,14 @@ bitwise_xor = _binary("bitwise_xor", "The bitwise exclusive or.", "{0} ^ {1}", k
 bitwise_invert = _unary("bitwise_invert", "The bitwise complement.", "~{0}", lambda np, x: ~x, kinds=INTS, written="~x")
 bitwise_left_shift = _binary(
     "bitwise_left_shift",
-    "The bits of a, shifted left by b. The result is 0 if b is negative, or at least the number of bits.",
+    "The bits of a, shifted left by b. The result is 0 if b is negative or not less than the number of bits.",
     "hw::left_shift({0}, {1})",
     kinds=INTS,
     written="a << b",
 )
 bitwise_right_shift = _binary(
     "bitwise_right_shift",
-    "The bits of a, shifted right by b, filled with the sign. Only the sign is left if b is negative, or at least the number of bits.",
+    "The bits of a, shifted right by b, filled with the sign. If b is negative or not less than the number of bits, all bits are the sign.",
     "hw::right_shift({0}, {1})",
     kinds=INTS,
     written="a >> b",

@@ -50,7 +50,7 @@ def _select(types: Types, op: Op) -> TensorType:
     (x,) = types
     axis, index = checked_axis(op[AXIS], x), op[INDEX]
     if x.shape[axis].is_int and not 0 <= index < int(x.shape[axis]):
-        raise Mismatch(f"index {index} of dim {axis} of {x} is out of range; it goes from 0 to {int(x.shape[axis]) - 1}")
+        raise Mismatch(f"index {index} of dim {axis} of {x} is out of range; indices go from 0 to {int(x.shape[axis]) - 1}")
     return TensorType(x.dtype, tuple(Dim(size) for i, size in enumerate(x.shape) if i != axis))
 
 
