@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.nn import functional as F  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.base.errors import ProgramError  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+from hostweave.runtime.meeting import CallSignature  # noqa: E402
+from hostweave.torch.randomness import new_seeds  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 X = torch.linspace(-1, 1, 64 * 96).reshape(64, 96)
@@ -85,6 +88,38 @@ def test_numbers_are_the_same_on_every_mesh_and_differ_between_ops() -> None:
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(made[0][0], made[0][1])
+
+
+def test_threads_use_the_numbers_of_rank_0() -> None:
+    ranks = hw.Threads(3)
+
+    def draw(rank: int) -> list[list[int]]:
+        group = hw.init(ranks)
+        return [new_seeds("m", 4, group).tolist() for _ in range(3)]
+
+    torch.manual_seed(5)
+    first, *others = ranks.run(draw)
+    assert others == [first, first]
+    assert len({seed for call in first for seed in call}) == 12
+    torch.manual_seed(5)
+    assert ranks.run(draw)[0] == first
+
+
+@pytest.mark.parametrize("has_board", [True, False])
+def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
+    """The group stands for two processes, of which the other one draws the seeds 1 and 2."""
+
+    class TwoProcesses:
+        in_process, rank, count, can_meet, call_timeout = False, 1, 2, True, 1.0
+
+        def same_on_board(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
+            return value == hash((1, 2)) if has_board else None
+
+        def agree(self, signature: CallSignature, waits_for: str, timeout: float) -> list[CallSignature]:
+            return [replace(signature, bound="[1, 2]"), signature]
+
+    with pytest.raises(ArgumentError, match=r"m: ranks draw different random numbers, .*call torch.manual_seed with the same seed in all"):
+        new_seeds("m", 2, TwoProcesses())  # type: ignore[arg-type]
 
 
 def test_attention_drops_weights() -> None:

@@ -304,7 +304,7 @@ class CompiledModule(Delegating):
             if self._graph.seeds is not None:  # each launch draws other numbers
                 seeds = arrays[self._graph.names[self._graph.seeds]]
                 with _on(stream, seeds):
-                    seeds.copy_(new_seeds(len(seeds), seeds.device))
+                    seeds.copy_(new_seeds(self._name, len(seeds), group))
             call.launch(stream)
 
         return Captured(launch, arrays, lambda: returned)
@@ -482,7 +482,8 @@ class CompiledModule(Delegating):
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         if self._graph.seeds is not None:
-            arrays[self._graph.names[self._graph.seeds]] = new_seeds(self._count_of_seeds, self._device)
+            seeds = new_seeds(self._name, self._count_of_seeds, self._group())
+            arrays[self._graph.names[self._graph.seeds]] = seeds.to(self._device)
         return arrays
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.runtime.group import Group
+from hostweave.runtime.meeting import CallSignature
 from hostweave.torch.ops import ops
 
 SEEDS = "random_seeds"  # argument of the programs with one seed per op
@@ -27,9 +30,31 @@ _DRAWN = {  # op -> distribution
 }
 
 
-def new_seeds(count: int, device: torch.device) -> torch.Tensor:
-    """Seeds for a call, u32. They come from torch's CPU generator, so that torch.manual_seed makes them reproducible."""
-    return torch.randint(2**31, (count,)).to(torch.uint32).to(device)
+def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
+    """Seeds for a call of the module `name`, u32 on the CPU: the same on all ranks of the group, which all call it.
+
+    They come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that generator, so
+    rank 0 draws for all of them. Raises ArgumentError if the generators of processes are in different states.
+    """
+    draws = group is None or not group.in_process or group.rank == 0
+    own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []
+    if group is not None and group.count > 1 and group.can_meet:
+        if group.in_process:
+            own = json.loads(_exchanged(name, own, group)[0])
+        elif not _is_same(name, own, group):
+            why = "ranks draw different random numbers, because their generators of torch are in different states"
+            raise ArgumentError(f"{name}: {why}; call torch.manual_seed with the same seed in all processes")
+    return torch.tensor(own, dtype=torch.uint32)
+
+
+def _is_same(name: str, seeds: list[int], group: Group) -> bool:
+    same = group.same_on_board(name, hash(tuple(seeds)), lambda: None, "")
+    return len(set(_exchanged(name, seeds, group))) == 1 if same is None else same
+
+
+def _exchanged(name: str, seeds: list[int], group: Group) -> list[str]:
+    told = group.agree(CallSignature(f"{name}: random numbers", "", "", bound=json.dumps(seeds)), "", group.call_timeout)
+    return [one.bound for one in told]
 
 
 def with_seeds(graph: Graph) -> Node | None:
