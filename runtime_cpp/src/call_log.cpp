@@ -36,7 +36,7 @@ struct LoggedOp {
   int line = 0;
   const char* call = "";
 
-  // True if the end depends on something outside of the call. A wait for an event of the call does not.
+  // True if the end may depend on something outside of the call. Callers exclude waits for events that the call records.
   bool is_outer() const { return kind >= Kind::wait; }
 };
 
@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;                // the call has ended once its ops have ended this many times
+  int64_t times;                // launches of a graph share ops: an op is done in this call once it has ended so often
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };
@@ -111,7 +111,8 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op ends once the ops before it on its stream have ended. Work takes time, but does not wait.
+  // True if an op ends once the ops before it on its stream have ended. Work waits for nothing, so no stream is
+  // reported as stuck at it.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -131,14 +132,14 @@ struct CallLog::Calls {
   std::deque<LoggedCall> calls;  // calls that are not known to be done
   int64_t made = 0, done = 0;
   std::vector<std::shared_ptr<LoggedOps>>
-      of_application;                // graphs, as long as the program lives: they may be launched at any time
+      of_application;                // ops of graphs that the application launches, which it may do at any time
   int64_t launched = 0, landed = 0;  // by the application
   std::map<cudaStream_t, std::string> names;
 
-  // Used by the thread that makes calls only.
+  // Used only by the thread that makes calls.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
-  std::vector<LoggedOp> noted;  // for the next line
+  std::vector<LoggedOp> noted;  // ops that `next_line` logs for a line of program.cpp
   cudaStream_t stream = nullptr;
   bool has_stream = false;
   const Channel* channel = nullptr;
@@ -204,8 +205,8 @@ struct CallLog::Calls {
     }
   }
 
-  // The first unfinished call, or launch by the application: calls are sequential, so all calls before a started one are
-  // done.
+  // A launch by the application that has begun and not ended, otherwise the first unfinished call. Both are sequential, so all
+  // calls before a started launch are done.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

@@ -13,8 +13,8 @@
 namespace hw {
 namespace {
 
-// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse its bytes at
-// once, and all others from `visible_at` on.
+// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse its bytes
+// from `last` on, and buffers of other streams only from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -30,7 +30,7 @@ struct Lifetime {
 };
 
 constexpr size_t kPlace = 256;  // alignment of cudaMalloc, in bytes
-constexpr int kMoved = 8;       // maximum number of buffers moved in a placement order
+constexpr int kMoved = 8;       // maximum number of further attempts; each moves one more buffer to the front of the best order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
@@ -90,7 +90,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-// Renumbers moments within these buffers, so that their placement does not depend on other buffers.
+// Renumbers the moments of these buffers 0, 1, 2, ..., because gaps that other buffers leave would change their order.
 void number_moments(std::span<Lifetime> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {
@@ -140,7 +140,8 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
       best = &order;
       std::ranges::copy(tried, offsets.begin());
     }
-    const auto highest = std::ranges::max_element(order, {}, end_of);  // it found no gap, so place it first next time
+    const auto highest = std::ranges::max_element(
+        order, {}, end_of);  // the buffer that ends highest found no gap, so it is placed first in the next attempt
     if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
   };
   for (auto* order : {&by_size, &by_area, &in_order}) {
@@ -244,7 +245,7 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
       plan.join(pool);
     }
   }
-  const hw::MemoryPlan::Bytes total = plan.place();  // windows are placed first
+  const hw::MemoryPlan::Bytes total = plan.place();  // outside of windows, offsets follow those of all windows
   const hw::MemoryPlan::Buffers& placed = plan.buffers();
   for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
     offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);

@@ -33,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 64;            // maximum ranks per group
 constexpr uint32_t kMappings = 4096;  // maximum mappings of a group that some rank still has
-constexpr auto kUnmapPatience = 5s;   // time for waiting work to end, and for peers to unmap memory, after a failure
+constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work to end, and for peers to unmap memory
 constexpr auto kWordPhase = 50us;     // time for which all words stay 0 or 1 during an abort
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
@@ -50,7 +50,7 @@ struct Segment {
     char why[256];  // reason why this rank cannot access the others
   } seats[kRanks];
   std::atomic<uint32_t> unmapped[kMappings];  // number of ranks that have unmapped each mapping
-  // Indexed by sender, receiver and signal number. The group uses the first words.
+  // Indexed by sender, receiver and signal number. Strides depend on the size of the group, which uses the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
@@ -77,7 +77,7 @@ void close_file_of(uint64_t token) {
   }
 }
 
-// Returns null if the file cannot be opened.
+// Returns null if the file cannot be opened or mapped, or is not the group's.
 Segment* map_segment(const Maker& maker) {
   const std::string path = "/proc/" + std::to_string(maker.process) + "/fd/" + std::to_string(maker.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -122,7 +122,7 @@ struct PeerGroup::State {
   int device = 0;
   double timeout_seconds = 0;
   uint32_t meetings = 0, mappings = 0;         // counts of this rank
-  std::atomic<bool> stuck = false;             // after an abort
+  std::atomic<bool> stuck = false;             // from the start of an abort until the device is idle
   const std::atomic<bool>* aborted = nullptr;  // the rank's flag, while the channel is created
   bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
@@ -244,7 +244,7 @@ void free_what_is_unmapped() {
   for (const GivenUp& one : done) free_shared(one.data);
 }
 
-// A mapped peer's memory.
+// The peers' memory of one mapping, as this rank has opened it.
 struct Opened {
   MemoryCard own;
   std::vector<std::pair<MemoryCard, void*>> peers;

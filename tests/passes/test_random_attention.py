@@ -41,7 +41,7 @@ class Case:
         self.mesh = hw.Mesh(**random.choice(MESHES))
         groups, of_group, self.size = random.choice([1, 2, 3, 4]), random.choice([1, 1, 2]), random.choice([4, 8, 16])
         self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
-        known = Random(~seed)  # a separate generator, so that all other choices of a seed stay the same
+        known = Random(~seed)  # a separate generator, so these draws do not change the draws of `self.random`
         self.stated = {name: size if known.random() < 0.5 else name for name, size in self.sizes.items()}
         rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # the numbers of rows and keys may be equal
         self.batch: list[int | str] = random.choice([[], [self.stated["B"]]])

@@ -1,8 +1,9 @@
 """Random programs in which calls of a function repeat with different parameters, like the layers of a model.
 
-A block of random ops passes one or two values from call to call. Each call has different weights, which may be donated, resharded, or used
-twice. Some calls return additional results, and some values between calls are returned or used again. A second block may
-take the operands or results of all calls, or both, as a backward pass does.
+One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded; some calls take the weight
+of another call. Calls may also take a cache each, which may be donated. Some calls return additional results, and some values between calls
+are returned or used again. Another block may then be called once per earlier call, with the value before or after that call, or both,
+mostly in reverse order, as in a backward pass.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Repeats(Donating):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(repeated)
 
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
-        """The result of calls that take the values before and after each of the first calls, in either order."""
+        """Result of further calls, one per earlier call. Each takes the value before or after that call, or both. May be empty."""
         draw = Random(~self.seed)  # separate generator, so that other choices stay the same
         if draw.random() < 0.6:
             return ()
@@ -114,7 +115,8 @@ class Repeats(Donating):
 
 
 def is_right(seed: int) -> bool:
-    """A program that is refused is also refused without its repeats."""
+    """True if the program computes the right results, False if it is refused. A refused program must also be refused without its
+    repeats."""
     generator, options = Repeats(seed), Options(transport=TRANSPORTS[seed % len(TRANSPORTS)])
     fusion = generator.fusion()
     if computes(generator, fusion, seed, options):

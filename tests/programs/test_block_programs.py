@@ -31,7 +31,8 @@ from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block. They have chunk loops, two results, an unused parameter, and arguments with other shardings."""
+    """A block that calls a block. `mlp` has chunk loops, two results and an unused parameter. Some arguments have other shardings than the
+    parameters."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -224,7 +225,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2])
 def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
-    """Like a backward pass, calls in reverse order read results of the first calls, and members of the structs of a third function."""
+    """Calls in reverse order read results of earlier calls, as a backward pass does. Three functions read members of the same structs."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -275,8 +276,8 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
-    """Each call returns a separate result. Some results are in the memory of inputs. Other outputs precede and follow them, and one result
-    has a second consumer."""
+    """Each call gives one output of the program, in the memory of a donated input. Some results are in the memory of inputs. One output of
+    the program comes before these outputs and one after them, and one of them has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -312,7 +313,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """Results of calls in order, in reverse order, and outside of a loop."""
+    """Calls write their results to the memory of inputs: in order, in reverse, permuted, or only for some inputs."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -361,8 +362,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
 
 
 def test_each_array_has_a_name_of_its_own() -> None:
-    """Arrays of structs have unique names. The weights of two functions have common words within a function, in both functions, or not at
-    all."""
+    """Arrays of structs have unique names: that of the function that reads them, with a number if it reads several."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

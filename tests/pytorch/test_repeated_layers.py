@@ -52,7 +52,7 @@ def of(*scales: float, kind: type[nn.Module] = Layer) -> Stack:
 
 
 def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
-    """Result of the exported graph, and for each layer if it was traced."""
+    """Result of the exported graph, and, for each layer, how it was traced."""
     with torch.no_grad():
         program, how, _ = exported(module, (X,), {})
         program.graph_module.recompile()
@@ -101,7 +101,7 @@ class Shared(Layer):
 
 
 class Passing(Layer):
-    """A layer that also returns its argument, and a dict."""
+    """A layer that returns a dict, which also contains its argument."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.down(self.up(x)), "x": [x, None, 3]}
@@ -185,7 +185,7 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
     expect(hooked, "", "up._forward_hooks differs", "0")
     outer = of(2.0, 2.0)
     outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
-    expect(outer, "", "0")  # the traced layer does not have this hook
+    expect(outer, "", "0")  # hooks of a layer run outside of its `forward`, so they are traced at each call
     replaced = of(2.0, 2.0)
     replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
     expect(replaced, "", "up.forward differs")
@@ -337,7 +337,8 @@ def test_layers_that_use_more_of_a_cache_are_apart() -> None:
 
 
 def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:
-    """Layers that were not traced are calls with their parameters, which `traced` reports, also with dynamic sizes."""
+    """Layers that were not traced call the function of an equal layer with their own parameters. `traced` reports them, also with dynamic
+    sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

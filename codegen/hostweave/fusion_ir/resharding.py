@@ -168,7 +168,7 @@ def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorTy
     """Splits a reshard into legs: one leg, or two if a dim changes to or from zigzag. Between two legs, each rank holds the whole dim and
     reorders its pieces.
 
-    In both legs, the pieces are numbered in rank order.
+    In the types of both legs, zigzag axes are replaced by the same axes in rank order, so each leg is an ordinary reshard.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -232,8 +232,8 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """Reduces a partial value on its mesh, and then transfers it. The reduction leaves the value on all ranks, scattered along a dim that
-    the target splits, or on one rank per process group."""
+    """Reduces a partial value on its mesh, and then transfers it. The reduction is an all_reduce, a reduce_scatter along a dim of
+    `_scattered`, or a reduce to one rank per process group."""
     if target.partial:
         return None
     assert source.partial is not None
@@ -294,7 +294,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # values with other reductions are gathered instead
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions have only an all_reduce, which gathers the terms
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 

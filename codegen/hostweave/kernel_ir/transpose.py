@@ -8,7 +8,8 @@ gets
 
     distribute: a block transposes a tile
 
-With tiles, all accesses are vectorised. The dims are kept in the order of the operands.
+With tiles, reads and writes of global memory can be vectorised. Afterwards the result is contiguous along the first dim of `keep`, and
+the operands along the last.
 """
 
 from dataclasses import replace

@@ -52,7 +52,8 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. A call of this thread does not count, because an interrupt may have left its entry behind."""
+        """Stops the calls of other threads. This thread's own entry is ignored, because an interrupt may have
+        prevented its removal."""
         if self.ending:
             return
         self.ending = True
@@ -81,7 +82,8 @@ calls = _Calls()
 
 
 def expect_going_on() -> None:
-    """Raises Exiting if the interpreter is exiting. Raises Interrupted if no thread waits for the result of the current one.
+    """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer
+    waits for it.
 
     Functions that wait call this repeatedly.
     """
@@ -93,7 +95,8 @@ def expect_going_on() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call it before the first import or construction, because another thread may have been importing a module at the time of the fork.
+    Call this before the first import or construction: if another thread was importing a module at the time of the fork, the same import
+    would never end in the child.
     """
     global _used
     if _forked:

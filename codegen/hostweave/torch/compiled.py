@@ -46,8 +46,8 @@ class Copies:
         self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies. torch does not count every write to a tensor, so this runs before each call, and on the launch's stream
-        before each launch of a graph."""
+        """Updates all copies. torch's version counter misses some writes, so this runs before every call. Before the launch of a graph it
+        runs on the launch's stream."""
         for name, tensor in self._tensors.items():
             with _on(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
@@ -66,8 +66,8 @@ def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
 class ProgramPart:
     """A program, and the module's tensors that it reads. It is called with all other inputs, by name.
 
-    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns is not contiguous.
-    If ranks of a group have whole tensors that the plan shards by columns, the program therefore takes the whole tensors.
+    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns of a whole tensor
+    is not contiguous, so it cannot be read in place. If ranks of a group have such a tensor whole, the program takes the whole tensor.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -83,7 +83,7 @@ class ProgramPart:
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph: of this rank for local blocks, or of all ranks in this process for global tensors."""
+        """Returns the values of the graph. In a group they are blocks of this rank, otherwise global tensors that this process computes."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -98,7 +98,7 @@ class ProgramPart:
         """Values that the graph returns: results of the program, constants, and values such as None."""
         known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
 
-        def value(node: Any) -> Any:  # a node may be returned twice, with different shardings
+        def value(node: Any) -> Any:  # results are taken in order, not by node: a node may be returned twice, with different shardings
             if not isinstance(node, Node):
                 return node
             return known[node] if node in known else next(results)
@@ -159,7 +159,7 @@ class ProgramPart:
 
 
 class Folded:
-    """Tensors of a module from which a program has only values that were computed at compile time."""
+    """Tensors of a module that a program does not read, because it has values that were computed from them at compile time."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
@@ -223,7 +223,8 @@ class CompiledModule(Delegating):
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call computes `graph` with the program of `part`. `others` are further programs for the graph."""
+        """A call runs `part`. In training, `graph` is the joint graph of forward and backward pass, and `others` are the programs of the
+        backward pass or of accumulation."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()
@@ -281,10 +282,10 @@ class CompiledModule(Delegating):
         """Captures a call with these arguments as a CUDA graph. Returns a callable that launches the graph, and returns the module's
         results.
 
-        It is collective, and so is each launch. It makes the call once. A launch reads the current contents of the same argument tensors
-        and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not the replacement
-        of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of `Program.capture`, and
-        ArgumentError if no group was joined.
+        Capturing is collective, and so is each launch. `capture` makes the call once. A launch reads the current contents of the same
+        argument tensors and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
+        the replacement of a parameter by another tensor. Each launch draws new random numbers. Raises the errors of a call and of
+        `Program.capture`, and ArgumentError if no group was joined.
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -325,7 +326,7 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """For each module of a list, by path: "traced", or the equal module that was traced in its place, such as `as layers.0`.
+        """For each module of a list such as nn.ModuleList, by path: "traced", or the equal module whose trace it uses, as in `as layers.0`.
 
         If the attributes or calls of a module differ, it is traced separately, with the reason: `traced: its attention.scale differs from
         layers.0`.
@@ -379,7 +380,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Arguments of a call in which this rank's blocks replace written tensors that each rank has whole."""
+        """Keyword arguments of a call. A copy of this rank's block replaces each whole tensor that the program writes to."""
         wanted = _keywords(self._specs.in_spec)
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
         types, names = self._part.graph.input_types, self._graph.names

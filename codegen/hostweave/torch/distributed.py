@@ -52,9 +52,9 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Concatenates the rows of `count` ranks in each argument. Also returns the total number of rows.
+    """Repeats the rows of each argument `count` times, to get the shapes of the rows of all ranks. Also returns the total number of rows.
 
-    Rows are the first dim of the first tensor. Tensors with another first dim are not changed.
+    Rows are the first dim of the first tensor. Tensors whose first dim has another size are not changed.
     """
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
@@ -71,9 +71,9 @@ def has_rows(leaf: Any, rows: int) -> bool:
 @contextmanager
 def on_global_tensors(module: nn.Module) -> Iterator[None]:
     """Replaces DTensors among the parameters and buffers, inside the `with` block, by fake tensors of their global shapes. Disables the
-    hooks that would create DTensors.
+    forward hooks of torch.distributed.tensor and of fully_shard.
 
-    If a MixedPrecisionPolicy has a `param_dtype`, these tensors have that dtype, and arguments are cast to it.
+    Floating-point parameters get the `param_dtype` of their MixedPrecisionPolicy. Arguments and results are cast as the policy says.
     """
     mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
     with ExitStack() as stack:
@@ -133,7 +133,8 @@ def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
 
 @cache
 def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that cast floats among arguments and results. All modules share one pair of hooks, so that equal layers stay equal."""
+    """Hooks that cast floats among arguments and results. Modules share one pair of hooks per dtype, because layers
+    with different hooks would not be traced as repeats."""
 
     def cast(values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)

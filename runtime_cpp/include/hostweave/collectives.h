@@ -1,5 +1,6 @@
-// Collectives on a dim that may be sharded unevenly: one NCCL collective if all shards are equal, else one call per rank's block,
-// in a group. All ranks know all sizes, so they post matching calls.
+// Collectives on dims that may be sharded unevenly. all_gather and reduce_scatter are one NCCL collective if all shards are
+// equal, else one call per rank's block, in a group. all_to_all always sends and receives blocks. All ranks know all sizes, so
+// they post matching calls.
 #pragma once
 #include <nccl.h>
 
@@ -51,7 +52,7 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Call it inside an NCCL group.
+// Call this inside an NCCL group: it posts sends and receives in two inner groups, which must progress together.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

@@ -192,7 +192,7 @@ def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() ->
 
 
 def test_the_sizes_decide() -> None:
-    """The pass reduces either a sum over columns or the result of the matmul, whichever has fewer bytes."""
+    """The pass reduces either the sum over a dim or the result of the matmul, whichever has fewer bytes."""
     program = fusion(
         "%p: f32[M, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M, N] partial(sum, x) = matmul(%p, %v)

@@ -201,8 +201,8 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """Index map of scatters: the result is sharded like x. The source may be sharded only for scatter_sum: each rank adds its shard, which
-    gives a partial sum."""
+    """Index map of scatters: the result is sharded like x. Along the indexed dim, the source may be sharded only for scatter_sum: each rank
+    adds its shard, which gives a partial sum."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)
@@ -256,8 +256,8 @@ def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) 
 
 
 def _written(types: Types, op: Op) -> IndexMap:
-    """Index map of dynamic_update_slice. A dim that is cut may be sharded: each rank writes the elements that it holds, and needs the whole
-    update along that dim."""
+    """Index map of dynamic_update_slice. A dim with a start may be sharded: each rank writes the elements that it holds, and needs the
+    whole update along that dim."""
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))

@@ -1,4 +1,5 @@
-"""Streams the gathers of keys in zigzag for causal attention, if the cost model predicts a gain.
+"""Gathers keys and values in chunks that overlap with the attention, if it is causal and sharded in zigzag and if that is predicted to
+gain.
 
     %y: bf16[H, S@zigzag(cp), 64] = attention(%q, %k, %v, scale=0.125, causal=top_left)        # on 2 ranks, all in zigzag
 
@@ -10,8 +11,8 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Afterwards rows and keys consist of pieces, in the order of the ranks that hold them. A rank's rows see half of the keys of every other
-rank.
+Inside the attention, pieces are in rank order: those of rank 0 (0 and 3), then those of rank 1 (1 and 2). All rows of a rank see the first
+key piece of a lower rank. Only its second row piece sees the keys of a higher rank, and it sees all of them.
 """
 
 from dataclasses import replace
