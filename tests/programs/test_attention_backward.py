@@ -135,7 +135,7 @@ def test_mistakes_in_fusion_ir(operands: str, why: str) -> None:
             "%q, %q, %q, %q, %q, %l scaled 1.0 -> %k, %a, %b",
             "%k is bf16[2, 4, S, 8], and %q bf16[2, 2, S, 8]: a gradient must have the shape",
         ),
-        ("%q, %q, %q, %q, %q, %m scaled 1.0 -> %a, %b, %c", "%m is f32[2, 4, S], not f32[2, 2, S], as lse is, contiguous"),
+        ("%q, %q, %q, %q, %q, %m scaled 1.0 -> %a, %b, %c", "%m is f32[2, 4, S], but lse is f32[2, 2, S], contiguous"),
     ],
 )
 def test_mistakes_in_host_ir(operands: str, why: str) -> None:

@@ -178,7 +178,7 @@ def test_chosen_where_it_gains() -> None:
     assert [way.name for way in choice.ways[1:]] == ["p2p(2)", "none"]
     text = program.explain()
     assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, peer, predicted" in text
-    assert "in memory, to the keys of 2 ranks are used as they arrive, and the results are combined by log-sum-exps" in text
+    assert "; the keys of 2 ranks are used as they arrive, and the results are combined by log-sum-exps" in text
     fusion = context_parallel(2)
     for rows in (6, 7):
         arrays = random_arrays(fusion, {"S": rows}, seed=rows)

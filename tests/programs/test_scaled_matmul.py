@@ -345,7 +345,7 @@ def test_mistakes() -> None:
 
     fails("bf16.*not a tensor of 8-bit floats; use hw.quantize", a=hw.bf16["M", "K"])
     fails("scales bf16.*not of f32", s=hw.bf16["M", 1])
-    fails(r"do not fit .* they are \[1, 1\] and \[1, 1\]", t=hw.f32[1, 1])
+    fails(r"do not fit .* they must be \[1, 1\] and \[1, 1\]", t=hw.f32[1, 1])
     fails("exactly 2 are needed; use hw.reshape", a=hw.f8e4m3[2, "M", "K"])
     fails("inner dims differ", w=hw.f8e4m3["L", "N"])
     fails("out_dtype=f64 is none of bf16, f16, f32", out=hw.f64)

@@ -94,10 +94,10 @@ def test_mistakes() -> None:
 
     first, second = provider.run(rank)
     assert first[:4] == [
-        "group.split: color=1.5 is not an int or None; give one",
-        "group.split: color=True is not an int or None; give one",
-        "group.split: key='a' is not an int; give one",
-        "group.split: key=None is not an int; give one",
+        "group.split: color=1.5 is not an int or None; pass one",
+        "group.split: color=True is not an int or None; pass one",
+        "group.split: key='a' is not an int; pass one",
+        "group.split: key=None is not an int; pass one",
     ]
     assert "rank 1 calls group.split on default, rank 0 gather on mesh(x=2)" in first[4]
     assert "rank 1 calls group.split on default, rank 0 gather on mesh(x=2)" in second[4]
