@@ -31,8 +31,8 @@ from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block. `mlp` has chunk loops, two results and an unused parameter. Some arguments are sharded differently from the
-    parameters."""
+    """A block that calls a block. `mlp` has chunk loops, two results and an unused parameter. Some arguments are sharded differently
+    from the parameters."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
