@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -71,7 +72,9 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = dict(zip(places, tensors, strict=True))
             first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
-            made = [leaf for leaf in pytree.tree_leaves(op(first, *args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            with patch.object(torch, "manual_seed", _SEED):  # entries that draw call it, which modules must not
+                results = pytree.tree_leaves(op(first, *args, **kwargs))
+            made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             if info.name in _ANY_OF_EQUALS:
                 place = _ANY_OF_EQUALS[info.name]
                 made[-1] = _elements(first, made[-1], kwargs.get("dim", args[place] if len(args) > place else -1))
@@ -95,6 +98,8 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
     ):  # this build of torch lacks a feature
         return None
 
+
+_SEED = torch.manual_seed
 
 # Ops that may return the index of any of several equal elements, and the index of the argument that is the dim.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}

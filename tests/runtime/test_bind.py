@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "dtype": (lambda p: p.bind(b=B.astype(np.float64)), r"affine: bind: b: expected f32\[12\], got f64\[12\]; cast it"),
     "no array": (lambda p: p.bind(b=[1.0] * 12), "affine: bind: b: expected an array, got list; pass a NumPy"),
     "layout": (lambda p: p.bind(w=_torch().eye(8, 12).to_sparse()), r"affine: bind: w: its layout is torch.sparse_coo; call .to_dense\(\)"),
-    "grad": (lambda p: p.bind(b=_torch().ones(12, requires_grad=True)), r"affine: bind: b: requires grad, and programs have no gradients"),
+    "grad": (lambda p: p.bind(b=_torch().ones(12, requires_grad=True)), r"affine: bind: b: requires grad, but programs have no gradients"),
     "device": (lambda p: p.bind(b=_torch().ones(12, device="meta")), "affine: bind: b: it is on meta"),
     "other sizes": (lambda p: p.bind(w=W).run(X[:, :4], B), "affine: w: dim 0 is 8; 4 is wanted|affine: w: K is 8 here and 4 in x"),
 }
