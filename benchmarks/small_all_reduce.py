@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from typing import Any
 
 from peers import report
@@ -149,7 +150,7 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
 
     torch.manual_seed(rank)
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    with redirect_stdout(None):  # it prints its addresses
+    with redirect_stdout(StringIO()):  # it prints its addresses
         _, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, max(all_rows), WIDTH, group=dist.group.WORLD)
     unused = dict.fromkeys(("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
     fixed = {"world_size": ranks, "world_rank": rank, "hidden_dim": WIDTH, "workspace_ptrs": workspace, "rms_gamma": n, "rms_eps": 1e-6}

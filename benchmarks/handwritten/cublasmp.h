@@ -49,7 +49,7 @@ class MpMatmul {
                                              &kZero, nullptr, 1, 1, nullptr, y_, 1, 1, result_, &bytes_, &on_host));
     host_.resize(on_host);
     CHECK_NCCL(ncclMemAlloc(&workspace_, std::max(bytes_, size_t(1))));
-    CHECK_CUBLASMP(cublasMpBufferRegister(by_columns_, workspace_, bytes_));
+    CHECK_CUBLASMP(cublasMpBufferRegister(of_result(), workspace_, bytes_));
   }
 
   void operator()() {
@@ -59,7 +59,7 @@ class MpMatmul {
 
   ~MpMatmul() {  // collective
     CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_CUBLASMP(cublasMpBufferDeregister(by_columns_, workspace_));
+    CHECK_CUBLASMP(cublasMpBufferDeregister(of_result(), workspace_));
     CHECK_NCCL(ncclMemFree(workspace_));
     CHECK_CUBLASMP(cublasMpMatmulDescriptorDestroy(matmul_));
     for (const auto one : {weights_, operand_, result_}) CHECK_CUBLASMP(cublasMpMatrixDescriptorDestroy(one));
@@ -71,6 +71,9 @@ class MpMatmul {
 
  private:
   static constexpr float kOne = 1, kZero = 0;
+
+  // The workspace is registered on the result's grid.
+  cublasMpGrid_t of_result() const { return gathers_ ? by_rows_ : by_columns_; }
 
   int64_t rows() const { return gathers_ ? n_ * ranks_ : n_; }   // rows of y^T on all ranks
   int64_t depth() const { return gathers_ ? k_ : k_ * ranks_; }  // length of the sum on all ranks
