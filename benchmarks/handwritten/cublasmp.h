@@ -52,10 +52,10 @@ class MpMatmul {
     CHECK_CUBLASMP(cublasMpBufferRegister(of_result(), workspace_, bytes_));
   }
 
-  void operator()() {
-    CHECK_CUBLASMP(cublasMpMatmul(handle_, matmul_, rows(), m_, depth(), &kOne, w_, 1, 1, weights_, x_, 1, 1, operand_, &kZero,
-                                  nullptr, 1, 1, nullptr, y_, 1, 1, result_, workspace_, bytes_, host_.data(), host_.size()));
-  }
+  // False if cuBLASMp does not have the algorithm for these matrices. Collective.
+  bool is_supported() { return multiply() != CUBLASMP_STATUS_NOT_SUPPORTED; }
+
+  void operator()() { CHECK_CUBLASMP(multiply()); }
 
   ~MpMatmul() {  // collective
     CHECK_CUDA(cudaDeviceSynchronize());
@@ -71,6 +71,11 @@ class MpMatmul {
 
  private:
   static constexpr float kOne = 1, kZero = 0;
+
+  cublasMpStatus_t multiply() {
+    return cublasMpMatmul(handle_, matmul_, rows(), m_, depth(), &kOne, w_, 1, 1, weights_, x_, 1, 1, operand_, &kZero, nullptr,
+                          1, 1, nullptr, y_, 1, 1, result_, workspace_, bytes_, host_.data(), host_.size());
+  }
 
   // The workspace is registered on the result's grid.
   cublasMpGrid_t of_result() const { return gathers_ ? by_rows_ : by_columns_; }
