@@ -3,7 +3,8 @@
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 graph_launches.cu -o graph_launches -lcuda
 // Run     ./graph_launches (on two GPUs with peer access).
-// Output  A line for each graph: the number of its nodes, and the median microseconds of a launch in three states. The GPU is idle,
+// Output  A line for each graph: the number of its nodes, and the median microseconds of a launch in three states. The GPU is
+// idle,
 //         or it runs another launch, or nothing was launched for 20 ms.
 #include <cuda.h>
 #include <cuda_runtime.h>
