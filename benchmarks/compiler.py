@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from peers.report import print_tools
+
 import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import EXAMPLES
@@ -25,6 +27,7 @@ OPTIONS = {"": hw.Options(), "with chosen loops": hw.Options(sizes=SIZES), "one-
 
 
 def main() -> None:
+    print_tools()
     print(f"import hostweave          {import_seconds():.3f} s (limit 0.15)")
     print(f"and the first compile     {import_seconds(FIRST_COMPILE):.3f} s (limit 0.25)")
     seeds = programs_in(load_file(EXAMPLES / "seeds.py"))

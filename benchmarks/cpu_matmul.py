@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from peers.report import print_tools
 
 import hostweave as hw
 
@@ -18,6 +19,8 @@ LIMIT = 0.85
 
 
 def main() -> None:
+    print_tools("numpy", "scipy-openblas32")
+
     @hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"])
     def matmul(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.matmul(x, w)

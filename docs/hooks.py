@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.ops import OPS, pointwise, reductions
@@ -57,6 +58,13 @@ def dtypes() -> str:
         bits = "1 byte" if dtype.itemsize == 1 else f"{dtype.itemsize} bytes"
         parts.append(f"## {dtype.name}\n\n{', '.join(sorted(names, key=len))}: {dtype.kind}, {bits} an element, `{dtype.cpp}` in C++.")
     return "\n\n".join(parts)
+
+
+def on_config(config: Any, **_: object) -> Any:
+    """Removes the links to edit pages if the repository's URL is unknown."""
+    if not config.repo_url:
+        config.edit_uri = None
+    return config
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -165,7 +165,7 @@ def shardings() -> str:
 
 def partial() -> str:
     """A contraction over a sharded dim: each rank computes a term, and a reduction adds the terms."""
-    parts = [text(20, 22, "x: [M, K@x]   w: [K@x, N]   x @ w: a partial sum on each rank", "title")]
+    parts = [text(20, 22, "x: [M, K@x] and w: [K@x, N]; x @ w is a partial sum on each rank", "title")]
     for r in range(4):
         y = 40 + 44 * r
         parts += [text(20, y + 20, f"rank {r}", "small"), rect(70, y, 80, 32, "box"), rect(70 + 20 * r, y, 20, 32, RANKS[r])]
@@ -218,8 +218,8 @@ def pipeline() -> str:
                 arrow(90 + 80 * i - 2, 130, 90 + 80 * i - 2, 150) if i == 1 else arrow(168 + 80 * (i - 1), 130, 168 + 80 * (i - 1), 150)
             )
     parts += [
-        text(520, 121, "its own shard is there already: the first matmul waits for nothing", "small"),
-        text(520, 171, "an event after each shard", "small"),
+        text(520, 121, "the local shard needs no transfer, so its matmul starts at once", "small"),
+        text(520, 171, "each matmul waits for the event of its shard", "small"),
     ]
     return svg("An all-gather and its matmul over time", 194, parts)
 

@@ -1,12 +1,13 @@
-"""Trains a GPT-2 with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints the losses.
+"""Trains a GPT-2 with tensor and data parallelism: `torchrun --nproc-per-node 4 examples/torch_train.py --dp 2 --tp 2` prints the losses.
 
-The model is small, has random initial weights, and learns to count. The forward and the backward pass are one program each; `--source`
-prints both.
+Each process is one rank. `python examples/torch_train.py` runs all ranks in one process. The model is small, has random initial weights,
+and learns to count. The forward and the backward pass are one program each; `--source` prints both.
 """
 
 import argparse
 
 import torch
+import torch.distributed
 import transformers
 
 import hostweave as hw
@@ -30,23 +31,28 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
+    mesh = hw.Mesh(dp=options.dp, tp=options.tp)
+    group = hw.init() if torch.distributed.is_torchelastic_launched() else None
+    if group and torch.cuda.is_available():
+        torch.cuda.set_device(group.local_rank)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
     config.use_cache = False
     module = transformers.GPT2LMHeadModel(config).to(device).train()
-    starts = torch.randint(0, 32, (8, 1), device=device)
-    ids = starts + torch.arange(32, device=device)
-    inputs = {"input_ids": ids, "labels": ids}
-    model = hostweave.torch.compile(module, hw.Mesh(dp=options.dp, tp=options.tp), PLAN, inputs, training=True)
+    ids = torch.randint(0, 32, (8, 1), device=device) + torch.arange(32, device=device)
+    model = hostweave.torch.compile(module, mesh, PLAN, {"input_ids": ids, "labels": ids}, training=True)
+    if group:  # a call takes this rank's rows
+        ids = ids[hw.i64["B@dp", "S"].block(ids.shape, group.rank, mesh)]
     if options.source:
         print(model.program.source, model.backward.source)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     for step in range(options.steps):
         optimizer.zero_grad()
-        loss = model(**inputs).loss
+        loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        print(f"step {step:2d}: loss {loss.item():.3f}", flush=True)
+        if not group or group.rank == 0:
+            print(f"step {step:2d}: loss {loss.item():.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -121,3 +121,9 @@ def test_every_benchmark_is_here() -> None:
     """Benchmarks of PyTorch modules are excepted, because their programs need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
     assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}  # `predictions` uses the programs of other benchmarks
+
+
+def test_every_benchmark_prints_versions() -> None:
+    """`times_on_ranks` prints them too."""
+    prints = re.compile(r"\b(?:print_machine|print_tools|times_on_ranks)\(")
+    assert [path.name for path in BENCHMARKS.glob("*.py") if not prints.search(path.read_text())] == []

@@ -162,7 +162,8 @@ def test_page(request: pytest.FixtureRequest) -> None:
                 reasons |= refusals(rest, is_backward)
         text += section(kind, count, reasons)
         known |= set(reasons) if kind == "float32, forward" else set()
-    text = f"# Ops of PyTorch\n\nEntries of `op_db`, PyTorch's own op database, that can be compared, by dtype and pass.\n{text}"
+    about = "This page lists the entries of `op_db`, PyTorch's own op database, that Hostweave refuses, by dtype and pass."
+    text = f"# Ops of PyTorch\n\n{about}\n{text}"
     if renews:
         PAGE.write_text(text)
     assert PAGE.read_text() == text
@@ -171,7 +172,7 @@ def test_page(request: pytest.FixtureRequest) -> None:
 def section(kind: str, count: int, reasons: dict[str, str]) -> str:
     rows = "".join(f"| `{name}` | {_short(why)} |\n" for name, why in sorted(reasons.items()) if why)
     others = sum(not why for why in reasons.values())
-    also = f" The table omits {others} of these, which are refused in float32, forward, as well." if others else ""
+    also = f" {others} of these are also refused in float32, forward, and not listed again." if others else ""
     table = f"\n| refused | missing ops, or the error |\n|---|---|\n{rows}" if rows else ""
     equal = f"{count - len(reasons)} of {count} entries have the results of PyTorch"
     return f"\n## {kind}\n\n{equal}. {len(reasons)} are refused with an error.{also}\n{table}"

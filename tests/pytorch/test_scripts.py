@@ -30,7 +30,7 @@ def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def by_torchrun(place: str, ranks: int, script: str, *arguments: str | Path) -> list[str]:
+def by_torchrun(place: str, ranks: int, script: str | Path, *arguments: str | Path) -> list[str]:
     return printed(place, ranks, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / script, *arguments)
 
 
@@ -72,6 +72,12 @@ def test_the_gpt_of_the_examples_learns(place: str) -> None:
     losses = [float(line.split()[-1]) for line in printed(place, 4, EXAMPLES / "torch_train.py", "--steps", "5")]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.2
+
+
+@everywhere
+def test_the_gpt_of_the_examples_learns_the_same_in_processes(place: str) -> None:
+    script, arguments = EXAMPLES / "torch_train.py", ("--dp", "2", "--tp", "1", "--steps", "3")
+    assert by_torchrun(place, 2, script, *arguments) == printed(place, 2, script, *arguments)
 
 
 @pytest.mark.parametrize("example", ["torch_llama.py", "torch_train.py"])
