@@ -141,7 +141,7 @@ def memory() -> str:
 
 
 def shardings() -> str:
-    """A matrix on the four ranks of a mesh: by rows, by columns, by both, replicated, and as partial sums."""
+    """A matrix on the four ranks of a mesh: sharded by rows, by columns and by both, and replicated."""
     parts = list[str]()
     kinds: Sequence[tuple[str, str, Callable[[int], tuple[float, float, float, float]]]] = (
         ('["M@x", "K"]', "mesh(x=4): rows", lambda r: (0, r / 4, 1, 1 / 4)),
