@@ -11,7 +11,7 @@ from functools import cache
 from importlib import metadata
 
 import hostweave as hw
-from hostweave.cli.doctor import report as tools
+from hostweave.cli.doctor import report
 
 QUERY = "--query-gpu=name,power.limit,driver_version"
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # setting that disables multicast
@@ -26,7 +26,7 @@ def print_machine() -> None:
 def print_tools(*packages: str) -> None:
     """Prints the versions of Hostweave and `packages`, and the compilers and libraries of this machine. For benchmarks without torch."""
     print("; ".join([f"hostweave {hw.__version__}", *(f"{package} {_version(package)}" for package in packages)]))
-    for part, text in tools():
+    for part, text in report():
         print(f"{part:10} {text}", flush=True)
 
 
