@@ -24,7 +24,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 PARTS: dict[str, Sequence[str]] = {
     "layer": ("sequence_parallel.py",),
     "sharded weights": ("fsdp.py",),
-    "training": ("torch_door.py", "backward"),
+    "training": ("torch_door.py", "backward", "step", "fsdp"),
     "all-reduce": ("small_all_reduce.py",),
     "decode of 70B": ("decode.py", "70B"),
     "decode of 8B": ("decode.py", "8B"),
@@ -74,6 +74,7 @@ GOALS = (
     Goal("gathers of sharded weights, share hidden, by rows", "sharded weights", r"by rows, as chosen: .*?, ([\d.-]+) of the", 0.85),
     Goal("the same, PyTorch's layout", "sharded weights", r"by rows of transposes, as chosen: .*?, ([\d.-]+) of the", 0.93),
     Goal("4 layers, forward and backward, over the best of PyTorch", "training", rf"^forward and backward: {RATIO}", 1.2),
+    Goal("4 layers, whole step of AdamW, over the best of PyTorch", "training", rf"^whole step: {RATIO}", 1.25),
     Goal("all-reduce, residual and RMSNorm, 16 rows, us", "all-reduce", r"^\[16, 8192\].*?in kernels ([\d.]+) us", 7.5, False),
     Goal("16 MLP blocks of 70B, 1 token, share of a copy's speed", "decode of 70B", r" 1 tokens, 2 GPUs.*; ([\d.]+) of a copy", 0.88),
     Goal("the same, over the best of PyTorch", "decode of 70B", rf" 1 tokens, 2 GPUs{RATIO}", 1.25),

@@ -7,8 +7,12 @@ ranks start together. Arguments select the measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
+- `step`: a whole step of AdamW with the mean square of the result's difference from a target as loss. torch uses its fused AdamW;
+- `fsdp`: the same for layers that `fully_shard` prepared. Each rank has its own 4096 tokens;
 - `host`: the host time of a captured forward pass, also on one GPU;
 - `compile`: the time to compile 32 layers with an empty cache.
+
+With `tiny` all sizes are small, and `step` and `fsdp` also run on 2 CPU processes.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from peers import report
 from peers.torch_graphs import in_a_graph
 from peers.torch_ranks import times_on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -39,6 +44,9 @@ from hostweave.build.cuda import gpus
 TOKENS, HIDDEN, HEAD = 4096, 8192, 128
 INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # per rank
 REPETITIONS, WAIT, CALLS = 10, 4_000_000, 5
+TINY = "HOSTWEAVE_BENCH_TINY"  # environment variable that selects small sizes in all processes
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for CPUs, inductor compiles C++ for minutes
 TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 SHARDED = Shard(1)  # [batch, sequence, features]
 
@@ -116,14 +124,36 @@ def plan(layers: int) -> dict[str, Any]:
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
 
-def main(what: str = "forward, backward, host and compile") -> None:
-    ranks = len(gpus())
-    ways = {"forward": (_calls, WAIT), "backward": (_training_calls, 4 * WAIT), "host": (_host_times, 0)}
-    for name, (make, wait) in ways.items() if ranks > 0 else ():
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.model(x), target)
+
+
+def mean_square(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).float().square().mean()
+
+
+def main(*words: str) -> None:
+    what = set(words) - {"tiny"} or {"forward", "backward", "step", "fsdp", "host", "compile"}
+    if "tiny" in words:
+        os.environ[TINY] = "1"
+    ranks = len(gpus()) or 2 * ("tiny" in words)
+    ways = {
+        "forward": ("forward", _calls, WAIT),
+        "backward": ("forward and backward", _training_calls, 4 * WAIT),
+        "step": ("whole step", _step_calls, 4 * WAIT),
+        "fsdp": ("whole step with FSDP", _fsdp_calls, 4 * WAIT),
+        "host": ("captured forward", _host_times, 0),
+    }
+    for name, (passes, make, wait) in ways.items() if ranks > 0 else ():
         if name not in what or (ranks == 1 and name != "host"):
             continue
-        passes = {"forward": "forward", "backward": "forward and backward", "host": "captured forward"}[name]
-        print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
+        layout = "sharded weights and rows" if name == "fsdp" else "sequence-parallel"
+        print(f"4 layers of Llama 70B at TP8 shapes, {_sizes()['tokens']} tokens, {ranks} ranks, {layout}, {passes}", flush=True)
         for times in times_on_ranks(make, ranks, REPETITIONS, wait):
             ours = [name for name in times if not name.startswith("torch")]
             print(f"{passes}: {report.line(times, ours)}", flush=True)
@@ -143,14 +173,20 @@ def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def _sizes() -> dict[str, int]:
+    if os.environ.get(TINY):
+        return {"tokens": 16, "hidden": 64, "inner": 32, "head": 8}
+    return {"tokens": TOKENS, "hidden": HIDDEN, "inner": INNER, "head": HEAD}
+
+
 def _model(ranks: int, layers: int = 4) -> nn.Module:
-    with torch.device("cuda"):
-        return _weights(Llama(layers, ranks).to(torch.bfloat16))
+    with torch.device(DEVICE):
+        return _weights(Llama(layers, ranks, **_sizes()).to(torch.bfloat16))
 
 
-def _input() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(1, TOKENS, HIDDEN, device="cuda").bfloat16()
+def _input(seed: int = 1) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(1, _sizes()["tokens"], _sizes()["hidden"], device=DEVICE).bfloat16()
 
 
 def _parallel(module: nn.Module, mesh: Any) -> nn.Module:
@@ -263,6 +299,83 @@ def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], An
     group.close()
 
 
+# --- a whole step -----------------------------------------------------------------------------------------------------
+
+
+def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    group, mesh = hw.init(), torch.distributed.init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("tp",))
+    given = _input(1), _input(2)
+    local = tuple(t.chunk(ranks, 1)[rank].contiguous() for t in given)
+    module = WithLoss(_parallel(_model(ranks).train(), mesh))
+    shardings = plan(4) | {"target": "-, tp, -"}
+    ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), shardings, given, optimizer=_adamw(module))
+    first = _losses(rank, "hostweave", partial(ours, *local))
+    for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # async TP needs GPUs
+        name = f"torch.compile{' with async TP' * is_async}"
+        parallel = _parallel(_model(ranks).train(), mesh)
+        step = _torch_step(parallel, _compiled(parallel, mesh, is_async), *local, 1 / ranks)
+        _expect_same(rank, f"losses of {name}", first, _losses(rank, name, step))
+        yield {"hostweave": partial(ours, *local), name: step}
+    group.close()
+
+
+def _fsdp_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Steps of modules that are sharded by `fully_shard`. Each layer is compiled, and then sharded, as in torchtitan."""
+    group, mesh = hw.init(), torch.distributed.init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("dp",))
+    local = _input(1 + rank), _input(1 + ranks + rank)
+    module = WithLoss(_fully_sharded(_model(1).train(), mesh))
+    ours = hostweave.torch.compile(module, mesh, example_inputs=local, optimizer=_adamw(module))
+    first = _losses(rank, "hostweave", partial(ours, *local))
+    for name in ("torch FSDP2, eager", "torch FSDP2 with torch.compile"):
+        sharded: Any = _model(1).train()
+        if name.endswith("compile"):
+            for number, layer in enumerate(sharded.layers):
+                sharded.layers[number] = torch.compile(layer, fullgraph=True, dynamic=False, backend=BACKEND)
+        sharded = _fully_sharded(sharded, mesh)
+        step = _torch_step(sharded, sharded, *local)
+        _expect_same(rank, f"losses of {name}", first, _losses(rank, name, step))
+        yield {"hostweave": partial(ours, *local), name: step}
+    group.close()
+
+
+def _fully_sharded(module: Any, mesh: Any) -> nn.Module:
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+
+def _torch_step(
+    module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, share: float = 1
+) -> Any:
+    """`share` is the part of the rank's mean in the loss over all ranks. `fully_shard` averages gradients itself."""
+    adamw, loss_of = _adamw(module), torch.compile(mean_square, dynamic=False, backend=BACKEND)
+
+    def step() -> torch.Tensor:
+        loss = loss_of(call(x), target)
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+        adamw.step()
+        adamw.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _losses(rank: int, name: str, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The losses over all ranks before each of the first steps."""
+    started, found = time.perf_counter(), []
+    for _ in range(3):
+        loss = step().detach().clone()
+        torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.SUM)
+        found.append(loss / torch.distributed.get_world_size())
+    losses = torch.stack(found)
+    _say(rank, f"{name}: {time.perf_counter() - started:.1f} s for the first steps, losses {losses.tolist()}")
+    return losses
+
+
 def _compiled(parallel: nn.Module, mesh: Any, is_async: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     if is_async:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -270,7 +383,7 @@ def _compiled(parallel: nn.Module, mesh: Any, is_async: bool) -> Callable[[torch
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh.get_group().group_name)
         torch._dynamo.reset()
-    layers = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in parallel.layers]  # type: ignore[union-attr]
+    layers = [torch.compile(layer, fullgraph=True, dynamic=False, backend=BACKEND) for layer in parallel.layers]  # type: ignore[union-attr]
 
     def call(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU."""
+"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU, or on CPU processes if there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -52,11 +53,15 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
     with paths[rank].open("a") as file:
         for calls in make(rank, ranks):
-            print(json.dumps(_times(calls, repetitions, wait)), file=file, flush=True)
+            times = _times(calls, repetitions, wait) if torch.cuda.is_available() else _cpu_times(calls, repetitions)
+            print(json.dumps(times), file=file, flush=True)
     calls = {}  # graphs must be destroyed before NCCL can destroy the communicators that they use
     dist.destroy_process_group()
 
@@ -79,4 +84,17 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) 
             end.synchronize()
             if repetition >= WARMUPS:
                 times[name].append(begin.elapsed_time(end))
+    return times
+
+
+def _cpu_times(calls: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            times[name].append(1000 * (time.perf_counter() - begin))
     return times
