@@ -70,6 +70,12 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
     run_page(name, tmp_path, monkeypatch)
 
 
+def test_the_page_on_timelines_shows_what_a_report_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = run_page("timeline", tmp_path, monkeypatch)
+    assert f"```text\n{seen['report']}\n```" in (ROOT / "docs" / "timeline.md").read_text()
+    assert (tmp_path / "down_proj.html").is_file()
+
+
 def test_the_gallery_shows_what_examples_compile_to() -> None:
     """Tests one entry. All entries are generated when the documentation is built."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
