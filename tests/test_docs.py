@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -63,6 +64,16 @@ def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seen = run_page("tutorial", tmp_path, monkeypatch)
     np.testing.assert_allclose(seen["y"], seen["expected"], rtol=1e-4, atol=1e-4)
     assert (tmp_path / "overlapped" / "CMakeLists.txt").is_file()
+
+
+@pytest.mark.extra("torch")
+def test_the_script_of_the_tutorial_runs_in_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torchrun starts the script: pip install torch")
+    (script,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert sorted(done.stdout.splitlines()) == ["rank 0: (8, 32)", "rank 1: (8, 32)"]
 
 
 @pytest.mark.parametrize("name", ["shardings", "check", "recipes", "coming-from"])
