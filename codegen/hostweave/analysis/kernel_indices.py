@@ -153,11 +153,14 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op that needs all elements along a dim is not the only op. Also raises it if a value is read at
-    data-dependent positions, and the kernel computes the value or iterates over it."""
-    whole = [op.result.name for op in kernel.ops if OPS[op.kind].lane]
-    if len(kernel.ops) > 1 and whole:
-        raise NotOneKernel(f"%{whole[0]} needs all elements along a dim at once")
+    """Raises NotOneKernel if a kernel computes more than an op that needs all elements along a dim, and its rows. Also raises it if a value
+    is read at data-dependent positions, and the kernel computes the value or iterates over it."""
+    whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
+    for name, operands in whole.items():
+        *others, rows = operands
+        is_alone = rows not in others and kernel.made.keys() <= {name, rows} and OPS[kernel.made[name].kind].parts_lanes
+        if len(kernel.ops) > 1 and not is_alone:
+            raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
     numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs loops over all its dims
     apart = numbers | {*whole, *(p.name for p in kernel.inputs)}

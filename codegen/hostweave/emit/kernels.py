@@ -86,13 +86,16 @@ class KernelEmitter(KernelFacts):
 
     def lanes(self) -> EmittedKernel:
         """Emits one call per lane (1-D slice along an axis), executed by one thread or by all threads of a block."""
-        (op,) = self.ops
+        op = self.ops[-1]
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
         kind = self.types[op.tensors[0]].dtype
         total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned integers wrap around
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}
-        lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
+        *others, last = op.tensors
+        rows = f"hw::Rows{{{self.first_row(last) or 0}, {self.size_of_lane(last)}}}"
+        lanes = [self.lane(self.pointers[name], name) for name in others]
+        lanes.append(rows if OPS[op.kind].parts_lanes else self.lane(self.pointers[last], last))
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
         return EmittedKernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
 

@@ -30,6 +30,11 @@ HW_DEVICE int64_t start(T id, int64_t n) {
 // First global index that this rank holds; 0 if it holds none.
 HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
 
+// Global indices that this rank holds.
+struct Rows {
+  int64_t first, length;
+};
+
 template <class T>
 struct Lane {
   T* first;
@@ -268,13 +273,12 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 // Calls write(i, place) for the elements i of a source whose destination is on this rank. One thread owns each destination, so
 // elements arrive in the order of the source.
 template <class Group, class Write>
-HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
-  const int64_t begin = first(rows.first, rows.length);
+HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
   if (is_one_warp(group, index.first)) {  // each thread loads one index, then all threads pick theirs
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
-      const int64_t place = i < index.length ? index[i] - begin : -1;
+      const int64_t place = i < index.length ? index[i] - rows.first : -1;
       const bool is_theirs = place >= 0 && place < rows.length && place % group.threads() == group.thread();
       for (unsigned sent = __ballot_sync(~0u, is_theirs); sent; sent &= sent - 1) {
         const int from = __ffs(sent) - 1;
@@ -285,22 +289,21 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const 
   }
 #endif
   for (int64_t i = 0; i < index.length; ++i) {
-    const int64_t place = index[i] - begin;
+    const int64_t place = index[i] - rows.first;
     if (place >= 0 && place < rows.length && place % group.threads() == group.thread()) write(i, place);
   }
 }
 
 // y = x, with elements of a source written to the positions in `index`. The last of several writes wins.
 template <class Group, class T>
-HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows,
-                       Lane<T> y) {
+HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
 // y[i] is the sum of the source elements whose index is i.
 template <class Group, class T>
-HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
+HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) {
     y[place] = from_total<T>(Add()(accumulated(y[place]), accumulated(source[i])));

@@ -516,3 +516,19 @@ def test_a_chain_of_kernels_is_analysed_once(monkeypatch: pytest.MonkeyPatch) ->
 
     assert str(lower(chain, Options())).count("launch @") == 1
     assert analyses < 10
+
+
+def test_rows_of_a_scatter_are_an_index_expression() -> None:
+    """No kernel writes the indices of the rows that a rank has."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), table=hw.f32["32@x", 4], ids=hw.i64["T", 1], rows=hw.f32["T", 4])
+    def scattered(table: hw.Tensor, ids: hw.Tensor, rows: hw.Tensor) -> hw.Tensor:
+        return hw.scatter_add(table, 0, ids, rows)
+
+    program = lower(scattered, Options())
+    assert all(kernel.inputs for kernel in program.kernels)
+    table, ids, rows = np.ones((32, 4), np.float32), np.array([[0], [31], [16], [0]]), np.arange(16, dtype=np.float32).reshape(4, 4)
+    of_ranks = interpret(program, {"table": table, "ids": ids, "rows": rows})
+    want = table.copy()
+    np.add.at(want, ids[:, 0], rows)
+    np.testing.assert_array_equal(np.concatenate([result for outputs in of_ranks for result in outputs.values()]), want)
