@@ -130,8 +130,9 @@ class Section:
         condition = f"if ({' && '.join(held)}) " if held else ""
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
-    def value(self, name: str, is_hoisted: bool = False) -> str:
-        """C++ of a value in its compute type: a local variable, or the expression itself if it is used only once."""
+    def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
+        """C++ of a value in its compute type: a local variable, or the expression itself if it is used only once, and is short or assigned
+        to a variable."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -144,7 +145,8 @@ class Section:
                 path.pop()
                 text, is_short = self.computed(at)
                 is_needed = self.kernel.uses[at] > 1 or (is_hoisted and at == name)
-                if (not is_short or is_needed) and not isinstance(text, Word):
+                is_nested = is_short or (is_assigned and at == name)
+                if (not is_nested or is_needed) and not isinstance(text, Word):
                     local = Word(self.local(at))
                     self.lines.append(f"const {compute_type(self.kernel.types[at].dtype)} {local} = {text};")
                     text = local
@@ -222,14 +224,17 @@ class Section:
         stored_as = f32 if self.is_rounded_by_store(op.result.name) else dtype
         if self.kernel.uses[op.result.name]:
             return _converted(self.value(op.result.name), dtype, stored_as)
+        if self.is_moved(op) and OPS[op.kind].parts:
+            return self.joined(op, is_moved=True)
         if self.is_moved(op):
             return self.element(op.tensors[0]) if self.is_same(op) else self.moved_element(op)[0]
         text, computed = self.expression(op)
         return _converted(text, computed, stored_as)
 
     def is_moved(self, op: Op) -> bool:
-        """True if an op only moves an element of an input, without computing."""
-        return (self.is_same(op) and op.tensors[0] in self.kernel.pointers) or gathers_in_order(op)
+        """True if an op only moves elements of inputs, without computing."""
+        is_same = self.is_same(op) or bool(OPS[op.kind].parts)
+        return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or gathers_in_order(op)
 
     def is_rounded_by_store(self, result: str) -> bool:
         """True if a result is stored in vectors of 8-bit floats. Such a store rounds two floats in one instruction."""
@@ -279,24 +284,28 @@ class Section:
             texts[-1] = self.outer.prepared(op)
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
-    def joined(self, op: Op) -> str:
-        """C++ of an element of a concat or pad. Branches compute only the operand that has the element. A vector never spans two
-        operands."""
+    def joined(self, op: Op, is_moved: bool = False) -> str:
+        """C++ of an element of a concat or pad. Branches compute only the operand that has the element. A vector never spans two operands.
+
+        The element has its compute type, or its storage type if it `is_moved`.
+        """
         kernel, dtype = self.kernel, op.result.type.dtype
         width = kernel.ir.width if self.is_wide else 1
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
         for name, spans in zip(op.tensors, kernel.walked.joined[op.result.name], strict=True):
             one = Section(kernel, self.outer, width)
             with kernel.loops.inside(op, spans) as conditions:
-                branches.append((" && ".join(conditions), one, one.value(name)))
+                branches.append((" && ".join(conditions), one, one.element(name) if is_moved else one.value(name, is_assigned=True)))
         if VALUE in OPS[op.kind].attributes:
-            branches.append(("", Section(kernel, self.outer, width), _literal(op[VALUE], dtype)))
+            literal = _literal(op[VALUE], dtype)
+            branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
         else:  # upper bounds suffice: each operand begins where the previous one ends
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
             branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
-        if not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
+        is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
+        if is_read and not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
             return "".join(f"{condition} ? {value} : " if condition else value for condition, _, value in branches)
-        local, type = Word(kernel.names.of(op.result.name, "joined")), compute_type(dtype)
+        local, type = Word(kernel.names.of(op.result.name, "joined")), dtype.cpp if is_moved else compute_type(dtype)
         into = self.begin if self.is_wide else self.lines
         into.append(f"hw::Values<{type}, kWidth> {local};" if self.is_wide else f"{type} {local};")
         for i, (condition, one, value) in enumerate(branches):

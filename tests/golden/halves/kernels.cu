@@ -18,8 +18,7 @@ __global__ void negative_concat_joined(const hw::bf16* x_sliced_2, const hw::bf1
       if (j < 4) {
         joined_1 = float(x_sliced[i * 8 + j]);
       } else if (j < 8) {
-        const float negative_x = -float(x_sliced_2[i * 8 + (j - 4)]);
-        joined_1 = negative_x;
+        joined_1 = -float(x_sliced_2[i * 8 + (j - 4)]);
       } else if (j < 10) {
         joined_1 = float(h_sliced[i * 3 + (j - 8) * 2]);
       } else {
@@ -47,8 +46,7 @@ __global__ void relu_pad_relu_x_padded(const hw::bf16* x_sliced_3, hw::bf16* rel
       float relu_x_padded_1;
       if (j >= 1 && j < 3) {
         const float x_sliced_3_ij = float(x_sliced_3[i * 8 + (j - 1)]);
-        const float relu_x = x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij;
-        relu_x_padded_1 = relu_x;
+        relu_x_padded_1 = x_sliced_3_ij < 0.0f ? 0.0f : x_sliced_3_ij;
       } else {
         relu_x_padded_1 = 1.0f;
       }

@@ -11,24 +11,24 @@ __global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* 
     for (Index element : hw::over_grid<kWidth, Index>(64 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<float, kWidth> y_packed_1;
+      hw::Values<hw::bf16, kWidth> y_packed_1;
       if (j < 64) {
         const auto k_ij = hw::load<kWidth>(k + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_1[e] = float(k_ij[e]);
+          y_packed_1[e] = k_ij[e];
         }
       } else {
         const auto v_ij = hw::load<kWidth>(v + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_1[e] = float(v_ij[e]);
+          y_packed_1[e] = v_ij[e];
         }
       }
       hw::Values<hw::bf16, kWidth> y_packed_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_packed_element[e] = hw::bf16(y_packed_1[e]);
+        y_packed_element[e] = y_packed_1[e];
       }
       hw::store(y_packed + element, y_packed_element);
     }

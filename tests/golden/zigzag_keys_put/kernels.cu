@@ -12,24 +12,24 @@ __global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<float, kWidth> y_attention_packed_1;
+      hw::Values<hw::bf16, kWidth> y_attention_packed_1;
       if (j < 64) {
         const auto y_keys_ij = hw::load<kWidth>(y_keys + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_1[e] = float(y_keys_ij[e]);
+          y_attention_packed_1[e] = y_keys_ij[e];
         }
       } else {
         const auto y_values_ij = hw::load<kWidth>(y_values + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_1[e] = float(y_values_ij[e]);
+          y_attention_packed_1[e] = y_values_ij[e];
         }
       }
       hw::Values<hw::bf16, kWidth> y_attention_packed_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_attention_packed_element[e] = hw::bf16(y_attention_packed_1[e]);
+        y_attention_packed_element[e] = y_attention_packed_1[e];
       }
       hw::store(y_attention_packed + element, y_attention_packed_element);
     }
