@@ -65,6 +65,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
     assert sum(name.endswith("_joined") for name in kernels) == 2  # rotary embeddings of queries and keys
     assert not [name for name in kernels if "broadcast" in name]
+    assert " copy " not in compiled.program.sources["program.hw"]  # the linear and the backward pass read the same rows of the attention
     assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # product with the weight, and product for the weight's gradient
 
 
@@ -88,6 +89,45 @@ def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() 
     assert [result.name for result in backward.results] == ["gradient_head_weight", "gradient_head_bias"]
     assert {"gradient_loss", "gradient_logits", "labels"} <= {argument.name for argument in backward.arguments}
     assert not [result.name for result in program.results if "view" in result.name]
+
+
+class Mixer(nn.Module):
+    """Attention by matmuls, whose queries, keys and values are slices of one product. Two attentions read one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        q, k, v = self.qkv(x).split(16, -1)
+        if mask is not None:
+            y = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask)
+            return nn.functional.scaled_dot_product_attention(y, k[:, None], v[:, None], mask)
+        return ((q @ k.transpose(1, 2)).softmax(-1) @ v).square().sum()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_slices_of_one_tensor_are_saved_as_that_tensor() -> None:
+    torch.manual_seed(0)
+    module, x = Mixer().train(), torch.randn(2, 8, 16)
+    want = copy.deepcopy(module)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=True)
+    for call in (compiled, want):
+        call(x).backward()
+    for mine, theirs in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    assert [result.name for result in compiled.program.host.results] == ["y", "saved_qkv_linear", "saved_softmax", "saved_matmul"]
+    assert " copy " not in str(compiled.program.host)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_attentions_with_one_mask_share_a_bias() -> None:
+    torch.manual_seed(0)
+    module, x, mask = Mixer().eval(), torch.randn(2, 8, 16), torch.ones(2, 1, 8, 8, dtype=torch.bool).tril(1)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x, mask))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, mask), module(x, mask), rtol=1e-4, atol=1e-4)
+    assert str(compiled.program.host).count("= where(") == 1
 
 
 class Stack(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections import Counter
@@ -195,6 +196,9 @@ class Graph:
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
+            mask: Any = node.args[3] if op_of(node) == ATTENTION and len(node.args) > 3 else None
+            if isinstance(mask, Node) and mask not in known and not self.is_derived_from:
+                _share_bias(node, mask)
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
             if node.op == "call_function" and is_fixed and not _is_random(node):
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
@@ -258,6 +262,18 @@ class Graph:
         """Type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
+
+
+def _share_bias(attention: Any, mask: Any) -> None:
+    """Makes attentions with one bool mask share one bias. Otherwise each of them would compute it."""
+    readers = [user for user in mask.users if op_of(user) == ATTENTION and user.args[3] is mask]
+    if len(readers) > 1 and mask.meta["val"].dtype == torch.bool:
+        dtype = attention.args[0].meta["val"].dtype
+        with attention.graph.inserting_after(mask):
+            bias = attention.graph.call_function(torch.ops.aten.where.Scalar, (mask, 0.0, -math.inf))
+        bias.meta = {**mask.meta, "val": mask.meta["val"].to(dtype)}
+        for user in readers:
+            user.replace_input_with(mask, bias)
 
 
 def expect_known(nodes: Sequence[Node]) -> None:
@@ -498,7 +514,7 @@ def repeated(node: Any) -> Node | None:
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":
             continue  # the view of one group of heads needs no copy
-        if op_of(chain[-1]) != op:
+        if op_of(chain[-1]).removeprefix("_unsafe_") != op:
             return None
         chain.append(chain[-1].args[0])
     expanded, kept = chain[-3].meta["val"], chain[-1].meta["val"]

@@ -63,7 +63,9 @@ class Joint:
     def _parts(self) -> tuple[GraphModule, GraphModule]:
         parts = self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
-            return self._cut() if _save_alike(self.whole, self._kept(parts[0])) else parts
+            for change in (_save_alike, _save_sources):
+                parts = self._cut() if change(self.whole, self._kept(parts[0])) else parts
+        return parts
 
     def _cut(self) -> tuple[GraphModule, GraphModule]:
         with without_code():
@@ -287,6 +289,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
     expect_known(_computed_of(made.graph))
+    _read_rows(made)
     _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, needs_gradient)
@@ -412,7 +415,7 @@ def _simplify(made: GraphModule) -> None:
     """Removes nodes that compute nothing. Nodes of the backward pass get the source lines of their forward nodes."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
-        if node.op == "call_function" and op_of(node) in _SAME:
+        if node.op == "call_function" and (op_of(node) in _SAME or _is_same_view(node)):
             if node.users:
                 node.replace_all_uses_with(node.args[0])
             made.graph.erase_node(node)
@@ -425,17 +428,73 @@ def _simplify(made: GraphModule) -> None:
     made.recompile()
 
 
+def _is_same_view(node: Any) -> bool:
+    return op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape
+
+
 def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
     """Makes the backward pass recompute views of sources. To save them, the forward pass would have to copy them."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        is_view = node.target is operator.getitem or (
-            schema and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
-        )
-        if node.op == "call_function" and is_view and node.all_input_nodes and views.issuperset(node.all_input_nodes):
+        if _is_view(node) and node.all_input_nodes and views.issuperset(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             views.add(node)
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0]) or node.args[0].op == "placeholder"
+    schema: Any = getattr(node.target, "_schema", None)
+    return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
+
+
+def _save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
+    """Saves a tensor in place of its views, if these have as many elements. The forward pass would copy the views. Returns False if nothing
+    changes."""
+    made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
+    views: dict[Any, list[list[Any]]] = {}
+    for node in (made[node.name] for node in saved):
+        chain: list[Any] = []
+        while _is_view(node) and _splits(node):
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        views.setdefault(node, []).append(chain)
+    found = False
+    for source, chains in views.items():
+        size = sum(chain[0].meta["val"].numel() for chain in chains if chain)
+        if any(chains) and ([] in chains or size >= source.meta["val"].numel()):
+            found = True
+            source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            for node in (node for chain in chains for node in chain):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return found
+
+
+def _splits(view: Any) -> bool:
+    """False for a view that may merge dims, which needs a copy if they are not contiguous. A view that only splits the last dim is fine."""
+    if op_of(view) != "view.default":
+        return True
+    shape, given = view.meta["val"].shape, view.args[0].meta["val"].shape
+    return shape[: len(given) - 1] == given[:-1] or not _is_view(view.args[0])
+
+
+def _read_rows(made: GraphModule) -> None:
+    """Makes the backward pass read the result of an attention from the rows that the next linear reads. Only the rows are saved then, and
+    the forward pass copies nothing."""
+    found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
+    for turned in found:
+        heads, *dims = turned.args
+        is_result = heads.target is operator.getitem and op_of(heads.args[0]) == "hostweave.attention.default"
+        rows = next((user for user in turned.users if op_of(user).removeprefix("_unsafe_") == "view.default"), None)
+        shape = turned.meta["val"].shape
+        if not is_result or rows is None or rows.meta["val"].shape[:-1] != shape[:-2]:
+            continue
+        with made.graph.inserting_after(rows):
+            split = made.graph.call_function(torch.ops.aten.view.default, (rows, [*rows.args[1][:-1], *shape[-2:]]))
+        with made.graph.inserting_after(split):
+            again = made.graph.call_function(torch.ops.aten.transpose.int, (split, *dims))
+        split.meta, again.meta = dict(turned.meta), dict(heads.meta)
+        heads.replace_all_uses_with(again, delete_user_cb=lambda user, own=turned: user is not own)
 
 
 def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
