@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
@@ -34,6 +35,15 @@ ONE_SIDED = tuple(one_sided_fusions())
 EXCHANGES = tuple(exchange_fusions())
 PIPELINES = tuple(pipelines())
 SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.items() if fusion.mesh.size > 1)
+
+
+def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two is slow, and they alternate."""
+    return [
+        pytest.param(*case, transport, marks=[pytest.mark.slow] * ((number + at) % 2))
+        for number, case in enumerate(cases)
+        for at, transport in enumerate(("peer", "one_sided"))
+    ]
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
 from hostweave.communication.schedules import SCHEDULES
@@ -55,12 +58,19 @@ DELAYED_IMPORTS = {
     "classes whose parser imports them": ("fusion_ir/ir", "host_ir/ir"),
     "the names of the package, for a message": ("fusion_ir/frontend/remedies",),
 }
+pytestmark = pytest.mark.xdist_group("floors")  # one worker parses the package once
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports(path: Path) -> Iterator[str]:
     """Modules of the package that a file imports, including imports inside functions, imports for type checking, and `import_module`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             modules = [name.value] if isinstance(name, ast.Constant) else []
@@ -96,7 +106,7 @@ def test_imports_point_down() -> None:
 def test_imports_inside_functions_have_a_reason() -> None:
     found = set()
     for path in modules():
-        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
         if any(isinstance(node, ast.Import | ast.ImportFrom) for function in functions for node in ast.walk(function)):
             found.add(str(path.relative_to(PACKAGE).with_suffix("")))
     assert found == {name for names in DELAYED_IMPORTS.values() for name in names}
@@ -129,7 +139,7 @@ def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
 def test_private_names_stay_in_their_modules() -> None:
     wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names of this folder are attributes of `hw`
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())) if path.parent != of_users else ():
+        for node in nodes(path) if path.parent != of_users else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
                 wrong += [f"{path.relative_to(PACKAGE)}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
     assert wrong == []
@@ -141,9 +151,7 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
     files = [path for folder in folders for path in (PACKAGE / "passes" / folder).glob("*.py") if path.name != "__init__.py"]
     assert {path.stem for path in files} == names - {"lower_to_host"}
     for path in (PACKAGE / "passes").rglob("*.py"):
-        imported = {
-            alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) for alias in node.names
-        }
+        imported = {alias.name for node in nodes(path) if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert imported.isdisjoint(names), f"{path.stem} imports another pass"
 
 
@@ -163,7 +171,7 @@ def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
         modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.blocks": {"transfer"}}
-        for node in ast.walk(ast.parse(path.read_text())) if path.name not in early else ():
+        for node in nodes(path) if path.name not in early else ():
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 assert modules[node.module].isdisjoint(alias.name for alias in node.names), path.name
 
@@ -174,7 +182,7 @@ def test_targets_are_asked_and_not_compared() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in modules()
         if path.parent.name != "targets"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Compare) and "target" in ast.unparse(node.left)
         if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
     ]
@@ -190,7 +198,7 @@ def test_schedules_are_asked_and_not_compared() -> None:
         f"{path.relative_to(PACKAGE)}:{ast.unparse(node)}"
         for path in modules()
         if path.parent.name not in ("communication", "transports")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Compare)
         if names & {side.value for side in ast.walk(node) if isinstance(side, ast.Constant)}
     ]
@@ -236,7 +244,7 @@ def test_instructions_are_asked_for_traits() -> None:
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             asks = node.args[1:] if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") else ()
             asks = (node.cls,) if isinstance(node, ast.MatchClass) else asks
             named = {each.attr for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Attribute) and each.attr in concrete}

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def errors(text: str) -> list[str]:
     return [value for kind, value in tokens if kind in Error]
 
 
+def wrong_lines(places: Mapping[str, object]) -> dict[str, object]:
+    """Lines with errors, and their places. No token has more than one line, and few lines differ between stages."""
+    return {line: place for line, place in places.items() if errors(line)}
+
+
 OF_TORCH = pytest.mark.extra("torch", "transformers")
 FILES = [pytest.param(path, marks=[OF_TORCH] * path.stem.startswith("torch_"), id=path.stem) for path in sorted(EXAMPLES.glob("*.py"))]
 
@@ -41,10 +47,9 @@ FILES = [pytest.param(path, marks=[OF_TORCH] * path.stem.startswith("torch_"), i
 @pytest.mark.parametrize("file", FILES)
 def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
     for name, program in programs_in(load_file(file)).items():
-        stages: dict[str, str] = {}  # by text, because few passes change a program
-        host = lower(program, Options(), lambda stage, ir, stages=stages: stages.setdefault(str(ir), stage))
-        for text, stage in stages.items():
-            assert not errors(text), (name, stage)
+        stages: dict[str, str] = {}
+        host = lower(program, Options(), lambda stage, ir, stages=stages: stages.update(dict.fromkeys(str(ir).splitlines(), stage)))
+        assert not wrong_lines(stages), name
         if file == SEEDS:
             tokens = CppLexer().get_tokens(render(host)["program.cpp"])
             assert not [value for kind, value in tokens if kind in Error], name
@@ -53,7 +58,7 @@ def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
 def test_no_golden_file_has_an_error() -> None:
     files = sorted(GOLDEN.glob("*/*.hw"))
     assert files
-    assert not {str(file): found for file in files if (found := errors(file.read_text()))}
+    assert not wrong_lines({line: file for file in files for line in file.read_text().splitlines()})
 
 
 def test_how_an_error_is_shown() -> None:

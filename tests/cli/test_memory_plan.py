@@ -30,17 +30,18 @@ SHAPES = [
 ]
 
 
-def seeds() -> Iterator[tuple[Fusion, dict[str, int]]]:
+def seeds() -> Iterator[tuple[HostProgram, dict[str, int]]]:
     for ranks in (1, 4, 8):
         for fusion in {**all_fusions(ranks, 3), **more_fusions(ranks)}.values():
-            least = minimal_sizes(lower(fusion, Options()))
-            yield from ((fusion, {name: size * times for name, size in least.items()}) for times in (1, 7, 500))
+            host = lower(fusion, Options())
+            least = minimal_sizes(host)
+            yield from ((host, {name: size * times for name, size in least.items()}) for times in (1, 7, 500))
 
 
 def test_peaks_of_the_examples() -> None:
-    for fusion, sizes in seeds():
-        plan = memory_plan(lower(fusion, Options()), sizes)
-        assert plan.bound <= plan.peak <= MOST * plan.bound, fusion.name
+    for host, sizes in seeds():
+        plan = memory_plan(host, sizes)
+        assert plan.bound <= plan.peak <= MOST * plan.bound, host.name
 
 
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)

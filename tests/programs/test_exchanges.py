@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compiled_fusions import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
+from compiled_fusions import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of, with_transports
 from interpret import interpret
 
 import hostweave as hw
@@ -37,11 +37,10 @@ RUNS = [("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("
 RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 
 
-@pytest.mark.parametrize("options", [PEER, ONE_SIDED], ids=lambda options: options.transport)
-@pytest.mark.parametrize(("name", "ranks"), RUNS)
-def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
+@pytest.mark.parametrize(("name", "ranks", "transport"), with_transports(RUNS))
+def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, options=options)
+    program = compiled(fusion, options=Options(transport=transport))
     for times, more in ((1, 0), (3, 1), (2, -1)):  # the memory grows, and is reused by smaller calls
         arrays = integer_arrays(fusion, sizes_of(program.host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)

@@ -56,10 +56,11 @@ ON_ONE_DEVICE = (
     Variant(ranks=1, chunks=3, streams=4, dtype=hw.bf16),
 )
 OFTEN = VARIANTS[3]  # other tests run every program in this variant
+QUICK = (VARIANTS[0], VARIANTS[2]), (VARIANTS[1], VARIANTS[4])  # programs run in one of these pairs by default
 CASES = [
-    pytest.param(name, v, id=f"{name}-{v}", marks=[pytest.mark.slow] if v is OFTEN else [])
+    pytest.param(name, v, id=f"{name}-{v}", marks=[] if names is ONE_DEVICE or v in QUICK[number % 2] else [pytest.mark.slow])
     for names, variants in ((SEVERAL, VARIANTS), (ONE_DEVICE, ON_ONE_DEVICE))
-    for name in names
+    for number, name in enumerate(names)
     for v in variants
 ]
 

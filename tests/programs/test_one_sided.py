@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compiled_fusions import ONE_SIDED, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+from compiled_fusions import ONE_SIDED, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of, with_transports
 from interpret import interpret
 
 import hostweave as hw
@@ -37,16 +37,12 @@ RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
 ]
 
 
-TRANSPORTS = ("peer", "one_sided")
-
-
 def options_of(name: str, transport: str = "peer") -> Options:
     """Options with the given transport. Programs with `algorithm="put"` use peer by default."""
     return Options(transport=transport if name in WHOLLY or transport != "peer" else "auto")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("name", "ranks"), RUNS)
+@pytest.mark.parametrize(("name", "ranks", "transport"), with_transports(RUNS))
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options_of(name, transport))
@@ -128,7 +124,7 @@ def test_options() -> None:
     assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, peer, two_sided"
     flat = fusion_of("ag_matmul_flat", 2, 3, hw.bf16)
     assert "x peer" not in hw.compile(flat).host_ir
-    for transport in TRANSPORTS:
+    for transport in ("peer", "one_sided"):
         assert f"channels(x: x {transport})" in hw.compile(flat, options=Options(transport=transport)).host_ir
     assert message_of(fusion_of("ag_matmul_put", 2, 3, hw.bf16), transport="two_sided").endswith(
         "stream of %y: algorithm='put' is not possible here; the all_gather of %x_gathered can use p2p (by_shard), broadcast (by_shard), "

@@ -27,6 +27,7 @@ NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # 2, 3 and 8 ranks have each kind of step
+OTHERS = [("row", 24), ("block", "M")]  # with the other kind of scales, or of rows
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -179,9 +180,8 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     run_loops(fusion, 1)
 
 
-@pytest.mark.parametrize("rows", ["M", 24])
+@pytest.mark.parametrize(("kind", "rows"), [("row", "M"), ("block", 24), *(pytest.param(*c, marks=pytest.mark.slow) for c in OTHERS)])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
-@pytest.mark.parametrize("kind", ["row", "block"])
 def test_quantised_rows_travel_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
     """In each iteration, values and scales are sent in one group, or are read after one signal, for any number of rows."""
     ranks = 2

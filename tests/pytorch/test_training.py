@@ -150,7 +150,7 @@ def test_a_step_is_one_program() -> None:
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
 def test_steps_of_models_are_one_program(name: str) -> None:
     """The program of a step has three functions for its layers: forward, backward and update."""
     module, inputs, plan = training_model(name, 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compiled_fusions import compiled, expect, fusion_of, integer_arrays, sizes_of
+from compiled_fusions import compiled, expect, fusion_of, integer_arrays, sizes_of, with_transports
 from mlp_of_ranks import arrays_of, blocks, mlp_on, wanted
 
 import hostweave as hw
@@ -108,8 +108,7 @@ LOOPS = [("ag_matmul_put", 2), ("ag_pieces_put", 3), ("ag_matmul_pull", 2), ("ml
 EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)]
 
 
-@pytest.mark.parametrize("transport", ["peer", "one_sided"])
-@pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES])
+@pytest.mark.parametrize(("name", "ranks", "transport"), with_transports([*LOOPS, *EXCHANGES]))
 def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
     """A graph sends a signal only after the previous signal was awaited."""
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport=transport))
