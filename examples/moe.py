@@ -1,6 +1,6 @@
 """A mixture of experts whose tokens and experts are sharded over `ep`: routing, dispatch, experts, combine, and the backward pass.
 
-Each token is sent to the ranks of TOP of EXPERTS experts. The number of tokens of an expert is computed on the device, and the host never
+TOP of EXPERTS experts process each token. The number of tokens of an expert is computed on the device, and the host never
 reads it. No token is dropped. Experts are SwiGLU MLPs, whose gate and up projections are one product. The bias of an expert affects only
 which experts are chosen, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
 """
