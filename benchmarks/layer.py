@@ -23,7 +23,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
-WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time, which a model hides too
+WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time, as in a model of many layers
 TOLERANCE = 0.02  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 
 

@@ -127,8 +127,7 @@ def _through(ranks: int) -> Fusion:
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
     """Calls that send rows to the ranks of their experts and back, without products.
 
-    There is one program for each number of tokens, which states the number, so that the cost model can choose between copy engines and
-    NCCL.
+    Each number of tokens has a program that states it, so that the cost model can choose between copy engines and NCCL.
     """
     import torch
 

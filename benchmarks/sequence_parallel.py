@@ -33,7 +33,7 @@ HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # per rank; all heads of querie
 GOALS = {8192: 1.25, 2048: 1.2}  # speedup over torch's best, by tokens
 LONG = 32768  # tokens for the memory plan
 REPETITIONS = 15
-WAIT = 4_000_000  # cycles that a kernel spins before each call, to hide host time, which a model hides too
+WAIT = 4_000_000  # cycles that a kernel spins before each call, to hide host time, as in a model of many layers
 TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
 
 Calls = dict[str, Callable[[], Any]]

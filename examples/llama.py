@@ -109,8 +109,7 @@ def sampled(logits, temperature, top_p, seed, draw):
 def program(c, tp, decode=False, is_sampled=False):
     """The program `prefill` or `decode`. It returns the next token of each sequence, its logits, and the cache.
 
-    `position` is the number of tokens of each sequence that are in the cache: after a `prefill`, not counting padding, or before a step of
-    `decode`.
+    `position` is the number of tokens of each sequence in the cache, without padding: after a `prefill`, or before a step of `decode`.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the index of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""Pipelines: the first half of the ranks computes the first layers and sends activations to the second half for the rest.
+"""Pipelines: the first half of the ranks computes the first layers, and the second half the other layers.
 
 Each stage runs on a mesh of some of the ranks. A result is on the mesh of its operands. A reshard moves it to another mesh.
 """

@@ -1,4 +1,5 @@
-// Hand-written matmul_m: only the library calls of the generated program, to measure the overhead of its host code.
+// Program `matmul_m` of examples/single_device.py, written by hand. It makes only the library calls of the generated program, to
+// measure the overhead of the other host code.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>

@@ -1,4 +1,5 @@
-// Hand-written set: only the library calls of the generated program, to measure the overhead of its host code.
+// Program `set` of examples/single_device.py, written by hand. It makes only the library calls of the generated program, to
+// measure the overhead of the other host code.
 #pragma once
 #include <cuda_runtime_api.h>
 
