@@ -13,6 +13,7 @@ import pytest
 from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
+from unrolling import inlined, unrolled
 
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
@@ -20,7 +21,6 @@ from hostweave.cli.tolerance import Tolerance, tolerance_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.rewriting import map_functions
-from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
@@ -129,7 +129,7 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
     shapes = {name: array.shape for name, array in arrays.items()}
     sizes = bind_sizes(fusion.name, fusion.mesh, {v.name: v.type for v in fusion.arguments}, shapes, uneven=None)
     for index, (output, want) in enumerate(zip(lowered(fusion).results, reference(fusion, arrays), strict=True)):
-        allowed = Tolerance(0.0, 0.0) if exact else tolerance_of(fusion, output.name, sizes)
+        allowed = Tolerance(0.0, 0.0) if exact else tolerance_of(inlined(fusion), output.name, sizes)
         for rank, results in enumerate(ranks):
             got = results[index] if isinstance(results, tuple) else results
             if not holds(output.type, fusion.mesh, rank):

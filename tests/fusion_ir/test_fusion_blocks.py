@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from unrolling import inlined
 
 import hostweave as hw
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.rewriting import inlined
 
 TYPES = {"x": hw.f32["M@x", "E"], "w": hw.f32["E", "E"]}
 MESH = hw.Mesh(x=2)

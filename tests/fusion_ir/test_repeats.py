@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unrolling import unrolled
 
 import hostweave as hw
 from hostweave.base.errors import ParseError, ProgramError
@@ -20,7 +21,6 @@ from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from fusion_properties import IGNORED, computes, parts
 from random_donations import Donating
+from unrolling import unrolled
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.tensor import TensorType

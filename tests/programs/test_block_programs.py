@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from compiled_fusions import compiled, expect, integer_arrays, random_arrays, sizes_of
 from scaled_tolerance import tolerance_at_scale
+from unrolling import inlined
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
@@ -20,7 +21,6 @@ from hostweave.cli.programs import load_file
 from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.rewriting import inlined
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options

@@ -6,7 +6,7 @@ from math import prod
 from hostweave.base.errors import Location
 from hostweave.check.sizes import usual_sizes
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.rewriting import inlined as without_calls
+from hostweave.fusion_ir.ops.attributes import DEPTH
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.types.mesh import RankSizes, Sizes
@@ -38,10 +38,12 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
 
 
 def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
-    fusion = without_calls(fusion)
     types = fusion.types
     for op in fusion.ops:
-        if op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
+        if op.callee and op.kind != "output":
+            for _ in range(op[DEPTH].bind(fusion.depths) if op.kind == "repeat" else 1):
+                yield from _gathers(op.callee, sizes)
+        elif op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
             what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"

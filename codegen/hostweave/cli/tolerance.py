@@ -8,7 +8,6 @@ from math import prod, sqrt
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import SCALE
-from hostweave.fusion_ir.rewriting import inlined
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
@@ -55,7 +54,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value of the fusion at these sizes, valid for every way to compute it.
+    """Tolerance for a value of a fusion without calls at these sizes, valid for every way to compute it.
 
     In a chain of sums and products, the reduction lengths multiply. The numbers of ranks that have terms of a sum multiply too.
     """
@@ -81,9 +80,9 @@ def _added(length: int) -> float:
 
 @lru_cache(maxsize=1)  # the outputs of one program share the result
 def with_terms(fusion: Fusion) -> Fusion:
-    """Returns the fusion with inlined calls, inferred shardings and explicit partial sums."""
+    """Returns the fusion, which has no calls, with inferred shardings and explicit partial sums."""
     options = Options()
-    return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
+    return insert_reshards(propagate_sharding(merge_contractions(fusion, options), options), options)
 
 
 def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:

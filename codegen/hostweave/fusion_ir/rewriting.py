@@ -8,7 +8,6 @@ from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import AttributeValue, ChunkLoop, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
-from hostweave.fusion_ir.unrolling import unrolled
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
@@ -138,38 +137,6 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
     return map_functions(without_loops(fusion), lambda body: replace(body, mesh=mesh))
-
-
-def inlined(fusion: Fusion) -> Fusion:
-    """Inlines all calls of a traced program, including each call of a repeat.
-
-    Value `h` of function `@layer` becomes `layer_h`, with a number appended if that name is taken. Arguments are resharded to the types of
-    the parameters.
-    """
-    fusion = unrolled(without_loops(fusion))
-    fresh = FreshNames(fusion).new
-
-    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names in the caller
-
-    def expanded(op: Op) -> list[Op]:
-        if op.callee is None:
-            return [op]
-        if op.kind == "output":
-            return [Op("copy", (others[op.tensors[0], op[INDEX]],), op.result, location=op.location)]
-        function = op.callee
-        names: dict[str, str] = {}
-        ops = []
-        for parameter, argument in zip(function.inputs, op.tensors, strict=True):
-            names[parameter.name] = fresh(f"{function.name}_{parameter.name}")
-            ops.append(Op("reshard", (argument,), replace(parameter, name=names[parameter.name]), location=op.location))
-        for inner in function.ops:
-            name = inner.result.name
-            names[name] = op.result.name if name == function.outputs[0] else fresh(f"{function.name}_{name}")
-            ops.extend(expanded(replace(inner.renamed(names), result=replace(inner.result, name=names[name]))))
-        others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
-        return ops
-
-    return replace(fusion, body=tuple(inner for op in fusion.ops for inner in expanded(op)))
 
 
 # --- single-device reference of exported projects --------------------------------------------------------------------

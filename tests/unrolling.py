@@ -1,13 +1,17 @@
-"""Unrolls repeats into single calls. The result is large; it is for code that reads a program op by op."""
+"""Unrolls repeats into single calls, and inlines calls. The result is large; it is for tests that read a program op by op."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops.attributes import AXIS, BACKWARD, DEPTH, EACH, INDEX
 from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.fusion_ir.ops.definition import unsharded
+from hostweave.fusion_ir.rewriting import FreshNames, without_loops
 from hostweave.types.size import Size
 
 
@@ -117,3 +121,36 @@ class _Unrolling:
             result = Value(element, replace(type, dims=type.dims[1:]))
             yield Op("select", (self.same.get(stack, stack),), result, attributes(axis=0, index=call))
         self.same.setdefault(stack, stack)
+
+
+@lru_cache(maxsize=1)  # the outputs of one program share the result
+def inlined(fusion: Fusion) -> Fusion:
+    """Inlines all calls of a traced program, including each call of a repeat.
+
+    Value `h` of function `@layer` becomes `layer_h`, with a number appended if that name is taken. Arguments are resharded to the types of
+    the parameters.
+    """
+    fusion = unrolled(without_loops(fusion))
+    fresh = FreshNames(fusion).new
+
+    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names in the caller
+
+    def expanded(op: Op) -> list[Op]:
+        if op.callee is None:
+            return [op]
+        if op.kind == "output":
+            return [Op("copy", (others[op.tensors[0], op[INDEX]],), op.result, location=op.location)]
+        function = op.callee
+        names: dict[str, str] = {}
+        ops = []
+        for parameter, argument in zip(function.inputs, op.tensors, strict=True):
+            names[parameter.name] = fresh(f"{function.name}_{parameter.name}")
+            ops.append(Op("reshard", (argument,), replace(parameter, name=names[parameter.name]), location=op.location))
+        for inner in function.ops:
+            name = inner.result.name
+            names[name] = op.result.name if name == function.outputs[0] else fresh(f"{function.name}_{name}")
+            ops.extend(expanded(replace(inner.renamed(names), result=replace(inner.result, name=names[name]))))
+        others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
+        return ops
+
+    return replace(fusion, body=tuple(inner for op in fusion.ops for inner in expanded(op)))
