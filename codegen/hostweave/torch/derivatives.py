@@ -10,64 +10,49 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph as FxGraph
 
 from hostweave.torch.graph import Graph
 from hostweave.torch.layers import Layer, repeated_layers
 from hostweave.torch.ops import ops
-from hostweave.torch.repeats import laid_out, numbers, results_of, write_out
+from hostweave.torch.repeats import Traced
 
 
 @dataclass(eq=False)
 class _FirstDerivative:
-    """A traced layer: its path, its number and the number of its derivative."""
+    """A traced layer, and its derivative."""
 
-    path: str
-    number: int
-    derivative: int
+    layer: Traced
+    derivative: Traced
     differentiable: list[int] = field(default_factory=list)  # indices of the results that have gradients
     reached: list[int] = field(default_factory=list)  # indices of the arguments on which these results depend differentiably
 
 
 class Derivatives:
+    """`firsts` has the traced layers. AOTAutograd traces a graph twice, so it is cleared before each trace."""
+
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
         self.layers = {layer.nodes[0]: layer for layer in layers}
-        self._firsts: dict[object, _FirstDerivative] = {}
-
-    def restart(self) -> None:
-        """Forgets all traced layers. AOTAutograd traces a graph twice, so this is called before each trace."""
-        self.close()
-        self._firsts = {}
+        self.firsts: dict[object, _FirstDerivative] = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Results of a layer for these arguments, with gradients."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
-        if first := self._firsts.get(key):
+        if first := self.firsts.get(key):
 
             def stand_in(given: list[Any], number: int) -> Any:
                 return ops.layer(given, [], number, layer.path)
 
             return _OpOfLayer(stand_in, stand_in, first, first.differentiable, first.reached, first.differentiable).results(taken)
-        first = self._firsts[key] = _FirstDerivative(layer.path, next(numbers), next(numbers))
+        traced = Traced(layer.path)
+        first = self.firsts[key] = _FirstDerivative(traced, Traced(layer.path, layer=traced))
         begun = _OpOfLayer(_begin, ops.layer_ends, first, first.reached, first.reached, _with_gradients(taken)).results(taken)
         results = compute(*begun)
         first.differentiable += _with_gradients(results)
         first.reached += _reached(results, begun)
-        results_of[first.number] = list(map(laid_out, results))
-        results_of[first.derivative] = [laid_out(taken[place]) for place in first.reached]
+        first.layer.returns(results)
+        first.derivative.returns([taken[place] for place in first.reached])
         return _OpOfLayer(ops.layer_ends, _begin, first, *[first.differentiable] * 3).results(results)
-
-    def write_out(self, graph: FxGraph) -> None:
-        """Replaces the ops for equal layers, and for their derivatives, by copies of the nodes of the traced layer."""
-        firsts = self._firsts.values()
-        path_of = {number: first.path for first in firsts for number in (first.number, first.derivative)}
-        write_out(graph, path_of, {first.derivative: first.number for first in firsts})
-
-    def close(self) -> None:
-        for first in self._firsts.values():
-            results_of.pop(first.number)
-            results_of.pop(first.derivative)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -119,12 +104,12 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of: _OpOfLayer, *values: torch.Tensor) -> Any:
         ctx.of, ctx.count = of, len(values)
-        results = tuple(of.op(list(values), of.first.number))
+        results = tuple(of.op(list(values), of.first.layer.number))
         ctx.mark_non_differentiable(*(one for place, one in enumerate(results) if place not in of.differentiable))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        found = ctx.of.derivative([gradients[place] for place in ctx.of.given], ctx.of.first.derivative)
+        found = ctx.of.derivative([gradients[place] for place in ctx.of.given], ctx.of.first.derivative.number)
         made = dict(zip(ctx.of.made, found, strict=True))
         return None, *(made.get(place) for place in range(ctx.count))

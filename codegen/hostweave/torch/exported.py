@@ -32,7 +32,7 @@ from hostweave.torch.composed import COMPOSED, associative_scan
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
 from hostweave.torch.ops import call_function, ops
-from hostweave.torch.repeats import Repeats, watched
+from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -95,7 +95,7 @@ def exported(
             program.example_inputs = None  # torch would generate guards from them, with wrong names if there are more than ten tensors
             table = dict(before_derivatives() if training else decompositions())
             program = of_pairs(program.run_decompositions(table), table)
-            repeats.write_out(program.graph)
+            write_out(program.graph)
             _name_outputs(program)
             program, names = _without_empty_parts(program), repeats.names_read(reads)
         cast_parameters(program, module)
@@ -104,8 +104,6 @@ def exported(
         raise
     except Exception as error:
         raise error_of_torch(type(module).__name__, error) from error
-    finally:
-        repeats.close()
 
 
 def without_code() -> AbstractContextManager[None]:

@@ -41,6 +41,7 @@ from hostweave.torch.graph import (
 from hostweave.torch.layers import Layer, Path, paths_of_layers
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops, with_derivative
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
+from hostweave.torch.repeats import write_out
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
@@ -260,7 +261,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
     def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         env: dict[Node, Any] = dict(zip(sources, flat, strict=True))
-        derivatives.restart()
+        derivatives.firsts.clear()
         with preserve_node_meta():
             computed = set[Node]()
             for node in outer.nodes:
@@ -277,13 +278,11 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     try:
         with without_code():
             made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
-        derivatives.write_out(made.graph)
+        write_out(made.graph)
     except ProgramError:
         raise
     except Exception as error:
         raise error_of_torch("training", error) from error
-    finally:
-        derivatives.close()
     if not any(differentiable):
         why = "no result depends on a tensor that requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")

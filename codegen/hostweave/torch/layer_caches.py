@@ -7,9 +7,8 @@ if the layer uses more of the cache than its own state, and if its index has an 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -47,32 +46,24 @@ class Index:
         self._compared.append((name, operand, made))
         return made
 
-    def __hash__(self) -> int:
-        return hash(self.read())
-
 
 def _compares(name: str) -> Callable[[Index, Any], Any]:
     return lambda index, operand: index.compare(name, operand)
 
 
 def _reads(name: str) -> Callable[..., Any]:
-    stem = name.removeprefix("__r")
-    reflected = f"__{stem}" if hasattr(int, f"__{stem}") else f"__r{name[2:]}"
-
-    def read(index: Index, *operands: Any) -> Any:
-        made = getattr(index.read(), name)(*operands)
-        return getattr(operands[0], reflected)(index.value) if made is NotImplemented else made
-
-    return read
+    if hasattr(operator, name):
+        return lambda index, *operands: getattr(operator, name)(index.read(), *operands)
+    if hasattr(operator, f"__{name[3:]}"):  # an operator whose second operand is the index
+        return lambda index, operand: getattr(operator, f"__{name[3:]}")(operand, index.read())
+    return lambda index, *operands: getattr(index.read(), name)(*operands)
 
 
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Index, _name, _compares(_name))
-for _name in set(dir(int)) - set(dir(object)):
+for _name in {*dir(int)} - {*dir(object)} | {"__hash__", "__repr__", "__str__", "__format__", "__reduce_ex__"}:
     if callable(getattr(int, _name)):
         setattr(Index, _name, _reads(_name))
-for _name in ("__repr__", "__str__", "__format__", "__reduce_ex__"):
-    setattr(Index, _name, _reads(_name))
 
 
 def is_cache(value: Any) -> bool:
@@ -104,26 +95,13 @@ class _Layers:
         return getattr(self._layers, name)
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Stands for a result of a layer, in its return value or in its state."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Stands for a tensor that the state had before the call."""
-
-    number: int
-
-
-class State(NamedTuple):
-    """The state after a call, and the tensors of the state before that were written to, with the number of the result for each."""
+class LayerState(NamedTuple):
+    """The state of a layer in a cache after a call."""
 
     leaves: list[Any]
     spec: Any
-    written: dict[int, int]
+    sources: list[int]  # for each tensor in `leaves`: its index in the list of the tensors before the call and of all results
+    written: dict[int, int]  # index of a tensor before the call that was written to -> index of its new contents in the results
 
 
 class Part:
@@ -147,15 +125,15 @@ class Part:
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)
-        return [type(self._cache), len(self._layers), of, self._spec, list(self._attributes), leaves] if leaves and is_apart else None
+        is_known = leaves is not None and is_apart
+        return [type(self._cache), len(self._layers), of, self._spec, list(self._attributes), leaves] if is_known else None
 
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
         """Inside, the state has the tensors `begun`, and uses of other layers of the cache are noted."""
-        given, self._watched = iter(begun), _Layers(self._layers, self._own)
+        self._watched = _Layers(self._layers, self._own)
         self._begun = [(tensor, tensor._version) for tensor in begun]
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
-        self._state.update(pytree.tree_unflatten(leaves, self._spec))
+        self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
         try:
             yield
@@ -165,7 +143,7 @@ class Part:
         finally:
             vars(self._cache)["layers"] = self._layers
 
-    def after(self, made: list[torch.Tensor]) -> tuple[State, str]:
+    def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
         """The state after a call, whose tensors are added to `made`. Also a reason why it is no state of other layers, or ""."""
         assert self._watched is not None
         leaves, spec = flat(dict(self._state))
@@ -178,23 +156,29 @@ class Part:
             why = "it writes objects to a cache"
         if any(tensor.untyped_storage()._cdata in memory for tensor in [*made, *new]):
             why = "it returns a part of a cache that it writes"
-        numbers = count(len(made))
-        places = [Taken(before[id(x)]) if id(x) in before else Tensor(next(numbers)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        following = count(len(self._begun) + len(made))
+        sources = [before[id(tensor)] if id(tensor) in before else next(following) for tensor in tensors_in(leaves)]
         made += [*new, *written.values()]
-        return State(places, spec, dict(zip(written, numbers, strict=False))), why
+        return LayerState(leaves, spec, sources, dict(zip(written, count(len(made) - len(written)), strict=False))), why
 
-    def put(self, state: State, made: Sequence[torch.Tensor]) -> None:
+    def put(self, state: LayerState, made: Sequence[torch.Tensor]) -> None:
         """Gives the cache the state after a call. Tensors that the layer writes keep their memory."""
         for number, result in state.written.items():
             self.tensors[number].copy_(made[result])
-        leaves = [made[x.number] if isinstance(x, Tensor) else self.tensors[x.number] if isinstance(x, Taken) else x for x in state.leaves]
+        known = [*self.tensors, *made]
         self._state.clear()
-        self._state.update(pytree.tree_unflatten(leaves, state.spec))
+        self._state.update(with_tensors(state.leaves, state.spec, [known[source] for source in state.sources]))
 
 
 def flat(values: Any) -> tuple[list[Any], Any]:
     """Flattens only Python's built-in containers. Other objects may have state."""
     return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
+
+
+def with_tensors(leaves: Sequence[Any], spec: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The structure that `flat` has flattened, with other tensors."""
+    given = iter(tensors)
+    return pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
 
 def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:

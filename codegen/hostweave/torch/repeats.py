@@ -11,62 +11,88 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import count
-from types import MappingProxyType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from hostweave.torch.graph import OF_TORCH
-from hostweave.torch.layer_caches import INDEX, Index, Part, State, Tensor, described, flat, is_cache, tensors_in
+from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.state import is_same
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` compares
 _ABSENT = object()
-results_of: dict[int, list[Any]] = {}  # number of a traced layer -> (shape, strides, dtype) of each result
-numbers = count()
 
 
-def _alike(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+@dataclass(eq=False)
+class Traced:
+    """A traced layer, or the derivative of one. Copies of its nodes replace the ops `layer` that have its number."""
+
+    path: str
+    arguments: int = 0  # number of tensors that are arguments of the layer; those after them are the state of a cache
+    layer: Traced | None = None  # for a derivative: the layer
+    results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
+    number: int = field(default_factory=count().__next__)
+
+    def __post_init__(self) -> None:
+        _traced[self.number] = self
+
+    def returns(self, tensors: list[torch.Tensor]) -> None:
+        self.results = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]
 
 
-def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+_traced: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 
-def _made(number: int) -> list[torch.Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in results_of[number]]
+def _alike(tensors: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in tensors]
+
+
+def _made(taken: Any, own: Any, number: int, path: str) -> list[torch.Tensor]:
+    return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in _traced[number].results]
 
 
 LIBRARY.define("layer_begins(Tensor[] taken, Tensor[] own, int number) -> Tensor[]")
 LIBRARY.define("layer_ends(Tensor[] made, int number) -> Tensor[]")
 LIBRARY.define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]")
-LIBRARY.impl("layer_begins", lambda taken, own, number: [_alike(one) for one in taken], "Meta")
-LIBRARY.impl("layer_ends", lambda made, number: [_alike(one) for one in made], "Meta")
-LIBRARY.impl("layer", lambda taken, own, number, path: _made(number), "Meta")
+for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer", _made)):
+    LIBRARY.impl(_name, _shapes, "Meta")
+
+
+class _Call:
+    """A call of a layer. `key` is equal for calls of equal layers, and None if objects cannot be compared."""
+
+    def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
+        self.leaves, self.spec = flat((args, kwargs))
+        caches = {id(leaf): leaf for leaf in self.leaves if is_cache(leaf)}
+        self.has_cache = len(caches) == 1
+        self.part = Part(*caches.values() if self.has_cache else (SimpleNamespace(layers=[]),), layer)
+        self.arguments = tensors_in(self.leaves)
+        self.operands = [*self.arguments, *self.part.tensors], [tensor for _, tensor in tensors_of(layer)]
+        state, others = self.part.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
+        modes, arguments = [torch.is_grad_enabled(), torch.is_autocast_enabled()], described(others)
+        self.key = None if state is None or arguments is None else [self.spec, modes, arguments, state]
 
 
 @dataclass
 class _First:
     """A traced layer, and the data with which other layers are compared."""
 
-    path: str
-    number: int
+    traced: Traced
     structure: object
-    call: object
+    call: _Call
     reads: dict[str, dict[str, _Read]]  # path of a submodule -> attributes that it read
-    returned: list[Any]  # results of the layer, with indices in place of tensors
-    spec: Any
-    indices: dict[str, Index]  # submodule -> its index in a cache
-    state: State | None  # state of the cache after the layer
+    returned: list[Any]
+    spec: Any  # structure of `returned`
+    state: LayerState  # state of the cache after the layer
 
 
 class Repeats:
@@ -81,7 +107,7 @@ class Repeats:
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         ]
         self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
-        self._writable: dict[int, int] = {}  # number of a traced layer -> its first tensor that is the state of a cache
+        self._traced: list[Traced] = []  # all of them, including those that represent no other layer
         self._is_inside = self.has_indices = False
 
     @property
@@ -99,69 +125,52 @@ class Repeats:
             yield
 
     def _forward(self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object) -> Callable[..., Any]:
+        firsts = self._firsts.setdefault(path.rpartition(".")[0], [])
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = flat((args, kwargs))
-            (*given,) = {id(leaf): leaf for leaf in leaves if is_cache(leaf)}.values()
-            part = Part(given[0], layer) if len(given) == 1 else None
-            call = _call_of(leaves, spec, part)
-            if self._is_inside or call is None:
+            call, why = _Call(layer, args, kwargs), ""
+            if self._is_inside or call.key is None:
                 self.how.setdefault(path, "traced: it takes objects that are neither tensors nor numbers nor a cache")
                 return own(*args, **kwargs)
-            firsts, why = self._firsts.setdefault(path.rpartition(".")[0], []), ""
             for first in firsts:
                 if not (differs := _difference(first, layer, structure, call)):
-                    self.how[path] = f"as {first.path}"
-                    made = ops.layer(_taken(leaves, part), _own(layer), first.number, path)
-                    if part is not None and first.state is not None:
-                        part.put(first.state, made)
-                    return _rebuilt(made, first.returned, first.spec)
-                why = why or f": {differs} from {first.path}"
-            self.how[path] = f"traced{why}"
-            return self._traced(path, layer, own, structure, call, leaves, spec, part)
+                    self.how[path] = f"as {first.traced.path}"
+                    made = ops.layer(*call.operands, first.traced.number, path)
+                    break
+                why = why or f": {differs} from {first.traced.path}"
+            else:
+                self.how[path] = f"traced{why}"
+                first, made, why = self._first(path, layer, own, structure, call)
+                if why:
+                    self.how[path] = f"traced separately: {why}"
+                else:
+                    firsts.append(first)
+                    made = ops.layer_ends(made, first.traced.number)
+            call.part.put(first.state, made)
+            return with_tensors(first.returned, first.spec, made)
 
         return forward
 
-    def _traced(
-        self,
-        path: str,
-        layer: nn.Module,
-        own: Callable[..., Any],
-        structure: object,
-        call: object,
-        leaves: list[Any],
-        spec: Any,
-        part: Part | None,
-    ) -> Any:
-        number, arguments = next(numbers), tensors_in(leaves)
-        begun = list(ops.layer_begins(_taken(leaves, part), _own(layer), number))
-        self._writable[number] = len(arguments)
-        given, indices = iter(begun), None if part is None else dict[str, Index]()
-        self.has_indices |= part is not None
-        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
+        """Traces a layer. Also returns its tensors, and a reason why it cannot represent other layers, or ""."""
+        traced = Traced(path, len(call.arguments))
+        self._traced.append(traced)
+        begun = list(ops.layer_begins(*call.operands, traced.number))
+        args, kwargs = with_tensors(call.leaves, call.spec, begun)
+        self.has_indices |= call.has_cache
         self._is_inside = True
         try:
-            with watched(layer, indices) as (reads, written), nullcontext() if part is None else part.lent(list(given)):
-                made = own(*args, **kwargs)
+            with watched(layer, call.has_cache) as (reads, written), call.part.lent(begun[traced.arguments :]):
+                returned, spec = flat(own(*args, **kwargs))
         finally:
             self._is_inside = False
-        results, made_spec = flat(made)
-        tensors = tensors_in(results)
-        state, why = (None, "") if part is None else part.after(tensors)
-        if described(results) is None:
+        made = tensors_in(returned)
+        state, why = call.part.after(made)
+        traced.returns(made)
+        if described(returned) is None:
             why = "it returns an object that is neither a tensor nor a number"
         why = f"it writes its attribute {written[0]}" if written else why
-        if why:
-            self.how[path] = f"traced separately: {why}"
-        else:
-            results_of[number] = [laid_out(one) for one in tensors]
-            places = count()
-            returned = [Tensor(next(places)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
-            firsts = self._firsts[path.rpartition(".")[0]]
-            firsts.append(_First(path, number, structure, call, reads, returned, made_spec, indices or {}, state))
-            tensors = ops.layer_ends(tensors, number)
-        if part is not None and state is not None:
-            part.put(state, tensors)
-        return made if why else _rebuilt(tensors, returned, made_spec)
+        return _First(traced, structure, call, reads, returned, spec, state), made, why
 
     def why_apart(self, graph: Graph) -> str:
         """Reason why the first layer of an exported graph cannot represent the others: code outside depends on its inner values or on its
@@ -179,15 +188,11 @@ class Repeats:
                     return f"{node.name} reads {argument.name}, which its layer does not return"
             for written in _written_by(node):
                 root = _root(written)
-                if _is_begun(root) and root.args[1] >= self._writable[root.args[0].args[2]]:
+                if _is_begun(root) and root.args[1] >= _traced[root.args[0].args[2]].arguments:
                     continue
                 if _is_begun(root) or str(root.target).startswith("hostweave.layer") or (own is not None and region.get(root) != own):
                     return f"{node.name} writes to {written.name} in place"
         return ""
-
-    def write_out(self, graph: Graph) -> None:
-        """Replaces each op for an equal layer by a copy of the traced layer's nodes."""
-        write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
         """Attributes that each module read, by path. An equal layer reads the same attributes as the traced one."""
@@ -197,33 +202,6 @@ class Repeats:
             for other in [other for other in found if how != first and (other == first or other.startswith(f"{first}."))]:
                 found.setdefault(path + other.removeprefix(first), set()).update(found[other])
         return found
-
-    def close(self) -> None:
-        for firsts in self._firsts.values():
-            for first in firsts:
-                results_of.pop(first.number, None)
-
-
-def _taken(leaves: list[Any], part: Part | None) -> list[torch.Tensor]:
-    """The tensors that a layer takes: its arguments, and those of its state in a cache."""
-    return [*tensors_in(leaves), *(part.tensors if part is not None else ())]
-
-
-def _own(layer: nn.Module) -> list[torch.Tensor]:
-    return [tensor for _, tensor in tensors_of(layer)]
-
-
-def _rebuilt(made: list[torch.Tensor], returned: list[Any], spec: Any) -> Any:
-    return pytree.tree_unflatten([made[leaf.number] if isinstance(leaf, Tensor) else leaf for leaf in returned], spec)
-
-
-def _call_of(leaves: list[Any], spec: Any, part: Part | None) -> object | None:
-    """Key that is equal for calls of equal layers; None if objects cannot be compared."""
-    state = part.key() if part is not None else []
-    arguments = described([None if part is not None and is_cache(leaf) else leaf for leaf in leaves])
-    if state is None or arguments is None:
-        return None
-    return [spec, torch.is_grad_enabled(), torch.is_autocast_enabled(), arguments, state]
 
 
 def _structure(layer: nn.Module) -> object:
@@ -236,20 +214,19 @@ def _structure(layer: nn.Module) -> object:
     return modules, tensors
 
 
-def _difference(first: _First, layer: nn.Module, structure: object, call: object) -> str:
+def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
     """Describes how a layer differs from a traced one. "" if they compute the same."""
     if structure != first.structure:
         return "its structure differs"
-    if call != first.call:
+    if call.key != first.call.key:
         return "its arguments differ"
     for path, reads in first.reads.items():
         held = vars(layer.get_submodule(path))
         for name, read in reads.items():
             now = held.get(name, _ABSENT)
-            if name == INDEX and path in first.indices and type(now) is int and first.indices[path].equals(now):
-                continue
             contents = _contents(read.found if now is _ABSENT else now)
-            if not is_same(read.value, now) or not is_same(read.contents, contents):
+            equals = read.value.equals if type(read.value) is Index else lambda value, read=read: is_same(read.value, value)
+            if not equals(now) or not is_same(read.contents, contents):
                 return f"its {f'{path}.{name}'.lstrip('.')} differs"
     return ""
 
@@ -275,36 +252,32 @@ def _contents(value: Any) -> Any:
 
 
 @contextmanager
-def watched(layer: nn.Module, indices: dict[str, Index] | None = None) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
+def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """Records, inside the `with` block, the attributes that submodules of a layer read, by path, and the names of attributes that are
-    written. With `indices` a submodule reads an `Index` as its index in a cache, which is added to `indices`.
+    written. With `has_cache` a submodule reads an `Index` as its index in a cache.
     """
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
         for path, part in layer.named_modules():
-            own = type(part)
-            stack.callback(setattr, part, "__class__", own)
-            index = None
-            if indices is not None and type(vars(part).get(INDEX)) is int:
-                index = indices[path] = Index(vars(part)[INDEX])
-            part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written, index)
+            stack.callback(setattr, part, "__class__", type(part))
+            index = vars(part).get(INDEX) if has_cache else None
+            instead = {INDEX: Index(index)} if type(index) is int else {}
+            part.__class__ = _watching(type(part), vars(part), reads.setdefault(path, {}), written, instead)
         yield reads, written
         of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
         written += [name for name, read in of_all if not is_same(read.contents, _contents(read.found))]
 
 
-def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str], index: Index | None) -> Any:
+def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str], instead: Mapping[str, Any]) -> Any:
     def get(self: Any, name: str) -> Any:
         found = own.__getattribute__(self, name)
         if name == "__dict__":
             if not sys._getframe(1).f_code.co_filename.startswith(OF_TORCH):
                 reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
-                if index is not None:
-                    index.read()
         elif name not in _STRUCTURE and name not in reads:
-            reads[name] = _Read.of(held.get(name, _ABSENT), found)
-        return index if name == INDEX and index is not None else found
+            reads[name] = _Read.of(instead.get(name, held.get(name, _ABSENT)), found)
+        return instead.get(name, found)
 
     def put(self: Any, name: str, value: Any) -> None:
         if name not in ("__dict__", "__class__"):  # torch also ignores these when it traces modules
@@ -318,21 +291,19 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def write_out(graph: Graph, path_of: Mapping[int, str], derived: Mapping[int, int] = MappingProxyType({})) -> None:
-    """Replaces each op that stands for a layer by a copy of the traced layer's nodes. `path_of` maps the number of a traced layer to its
-    path. `derived` maps the number of a derivative to the number of its layer.
-    """
+def write_out(graph: Graph) -> None:
+    """Replaces each op that stands for a layer, or for its derivative, by a copy of the traced one's nodes."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)
     begins = {node.args[2]: node for node in of_target.get(ops.layer_begins.default, ())}
     ends = {node.args[1]: node for node in of_target.get(ops.layer_ends.default, ())}
-    copies: dict[tuple[int | None, str], dict[Node, Node]] = {}
+    copies: dict[tuple[Traced, str], dict[Node, Node]] = {}
     for stand_in in of_target.get(ops.layer.default, ()):
         *_, number, path = stand_in.args
-        of = copies[number, path] = dict(copies.get((derived.get(number), path), {}))
-        results = _copied(graph, begins[number], ends[number], stand_in, path_of[number], path, of)
-        _replace(graph, stand_in, results)
+        traced = _traced[number]
+        of = copies[traced, path] = dict(copies.get((traced.layer, path), {}) if traced.layer else {})
+        _replace(graph, stand_in, _copied(graph, begins[number], ends[number], stand_in, traced.path, path, of))
     for node in (*begins.values(), *ends.values()):
         _replace(graph, node, node.args[0])
     graph.lint()
