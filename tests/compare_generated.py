@@ -44,18 +44,21 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package and the programs of another checkout."""
-    path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests"))
-    command = [sys.executable, "-P", __file__, "--emit", str(checkout), str(folder)]
+    """Runs this script with the package and the programs of another checkout. -S omits the finder of an editable install, which would
+    import this checkout's package."""
+    path = os.pathsep.join([*(str(checkout / part) for part in ("codegen", "tests")), *sys.path])
+    command = [sys.executable, "-S", "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
 def emit(checkout: Path, folder: Path) -> None:
+    import hostweave
     from hostweave.base.errors import ProgramError
     from hostweave.emit import render
     from hostweave.options import Options
     from hostweave.pipeline import lower
 
+    assert Path(hostweave.__file__).is_relative_to(checkout), hostweave.__file__
     for name, program in programs(checkout):
         symbols = {name for value in program.values().values() for size in value.type.shape for name in size.symbols}
         cases = {"auto": Options(), "one_sided": Options(transport="one_sided"), "sized": Options(sizes=dict.fromkeys(symbols, SIZE))}
