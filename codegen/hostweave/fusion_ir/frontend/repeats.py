@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.calls import stacked
 from hostweave.fusion_ir.ops.definition import unsharded
-from hostweave.fusion_ir.rewriting import eliminate_dead_code
+from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
 from hostweave.types.group import ParameterGroup
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -109,14 +109,8 @@ class _Repeats:
         """`groups` caches which columns of inputs can be parameter groups, and `roles` the roles of operands. All attempts share them."""
         self.fusion, self.unfit, self.groups, self.roles = fusion, unfit, groups, roles
         self.values = fusion.values()
-        self.inputs = {value.name: at for at, value in enumerate(fusion.inputs)}
-        self.made = fusion.made
-        self.users: dict[str, list[Op | None]] = {name: [] for name in self.values}
-        for op in fusion.ops:
-            for name in op.tensors:
-                self.users[name].append(op)
-        for name in fusion.outputs:
-            self.users[name].append(None)
+        self.inputs = {value.name for value in fusion.inputs}
+        self.users = consumers(fusion)
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
         self.stacks: dict[Column, tuple[_Run, int]] = {}
         self.runs: list[_Run] = []
@@ -151,7 +145,7 @@ class _Repeats:
     def most_alike(self, calls: Sequence[Op]) -> int:
         """Length of the longest prefix of calls in which each operand keeps its role: carried from one result, shared, or different in each
         call."""
-        in_turn = {name for column in self.stacks for name in column} | set(self.inputs)
+        in_turn = {name for column in self.stacks for name in column} | self.inputs
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
             own = [fixed if not in_turn.isdisjoint(pair) else rest for fixed, rest, pair in self.roles_after(before, call)]
@@ -243,13 +237,14 @@ class _Repeats:
         Raises _Unfit if a required column is not contiguous in the inputs.
         """
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
-        wanted = dict.fromkeys(column for column in columns if column not in self.stacks)
+        wanted = {column: column for column in columns if column not in self.stacks}
         counts = Counter(name for column in wanted for name in column)
         if twice := next((name for name, times in counts.items() if times > 1), None):
             raise _Unfit(next(column for column in wanted if twice in column))
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
+        """Items of `group_inputs` for these names. `wanted` maps each required column to the argument of its _Unfit."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
@@ -259,7 +254,7 @@ class _Repeats:
                 found.append(rows)
                 at += len(rows) * len(rows[0])
             elif names[at] in in_column:
-                raise _Unfit(in_column[names[at]])
+                raise _Unfit(wanted[in_column[names[at]]])
             else:
                 found.append(self.values[names[at]])
                 at += 1
@@ -366,11 +361,7 @@ class _Rewriting:
         donated = dict(zip(old, self.before.donated or ("",) * len(old), strict=True))
         outputs: list[tuple[str, str, ParameterGroup | None]] = []
         structs: set[str] = set()
-        try:
-            items = self.found.in_structs(old, self.outputs)
-        except _Unfit as found:
-            raise _Unfit(next(run.key for column, (run, _, _) in self.outputs.items() if column == found.what)) from None
-        for item in items:
+        for item in self.found.in_structs(old, {column: run.key for column, (run, _, _) in self.outputs.items()}):
             if isinstance(item, Value):
                 outputs.append((item.name, donated[item.name], None))
                 continue
