@@ -28,7 +28,7 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs programs of modules by the NumPy interpreter of host programs, with all ranks, so that no C++ is compiled."""
-    from hostweave.torch.compiled import ProgramPart
+    from hostweave.torch.bound import ProgramPart
 
     monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,17 +14,16 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hostweave.api import Program
-from hostweave.base.errors import ArgumentError, SizeError
-from hostweave.runtime.arrays import library_of
+from hostweave.base.errors import ArgumentError
 from hostweave.runtime.graphs import Captured
 from hostweave.runtime.group import Group, init
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.providers import Threads
-from hostweave.targets.cuda import handle_of
+from hostweave.torch.bound import ProgramPart, on_stream
 from hostweave.torch.caches import continued
 from hostweave.torch.graph import Graph, is_complex
+from hostweave.torch.held import Folded, Held, tensor_of
 from hostweave.torch.randomness import new_seeds
-from hostweave.torch.ranges import Ranges
 from hostweave.torch.state import State
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,150 +33,6 @@ def not_traced(call: F) -> F:
     """Excludes a function from torch.compile, which then runs it eagerly."""
     why = "torch cannot trace a module that hostweave compiled; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
     return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Copies:
-    """Copies of those tensors, by name, that a program cannot read in place because of their layout."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
-        self._tensors, self._block = tensors, block
-        self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
-
-    def renew(self, stream: Any = None) -> None:
-        """Updates all copies. torch's version counter misses some writes, so this runs before every call. Before the launch of a graph it
-        runs on the launch's stream."""
-        for name, tensor in self._tensors.items():
-            with _on(stream, tensor):
-                self.blocks[name].copy_(self._block(name, tensor))
-
-
-def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the stream of a launch the current stream, if one is given."""
-    if stream is None or tensor.device.type == "cpu":
-        return nullcontext()
-    try:
-        return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # not a stream, which the launch reports
-        return nullcontext()
-
-
-class ProgramPart:
-    """A program, and the module's tensors that it reads. It is called with all other inputs, by name.
-
-    `numbers` maps inputs of the program to arguments of the joint graph of forward and backward pass. A block of columns of a whole tensor
-    is not contiguous, so it cannot be read in place. If ranks of a group have such a tensor whole, the program takes the whole tensor.
-    """
-
-    def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
-        self._module, self._compile, self._numbers, self._lock = module, compile, numbers or {}, threading.Lock()
-        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in graph.donated}
-        self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
-        self.program = compile(self.graph)
-        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # keyed by the rank in the group; None if all ranks are in this process
-        self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are known only when the program runs
-
-    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """Returns the part that computes a call. It may have been compiled for the range of sizes that the call is in."""
-        return (self.ranges and self.ranges.part(arrays, group)) or self
-
-    def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph. In a group they are blocks of this rank, otherwise global tensors that this process computes."""
-        rank = group.rank if group else None
-        program, copies = self._bound.get(rank) or self._bind(rank)
-        copies.renew()
-        given: dict[str, Any] = {**arrays, **({} if group else copies.blocks)}
-        try:
-            return self.values(program(**given, group=group) if group else program.run(**given))
-        except SizeError as error:
-            remedy = "compile once for each size" if self._numbers else "compile for sizes that change, with dynamic_shapes="
-            raise SizeError(f"{error}; or {remedy}") from None
-
-    def values(self, made: Any) -> list[Any]:
-        """Values that the graph returns: results of the program, constants, and values such as None."""
-        known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
-
-        def value(node: Any) -> Any:  # results are taken in order, not by node: a node may be returned twice, with different shardings
-            if not isinstance(node, Node):
-                return node
-            return known[node] if node in known else next(results)
-
-        return list(map(value, self.graph.returned))
-
-    def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
-        """Captures a call of this rank as a graph. Also returns the copies that the graph reads."""
-        program, copies = self._bound.get(group.rank) or self._bind(group.rank)
-        copies.renew()
-        given: dict[str, Any] = {**arrays}
-        return program.capture(**given, group=group), copies
-
-    def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Selects the inputs of this program from the arguments of the joint graph. Returns them by name."""
-        return {name: given[number].detach() for name, number in self._numbers.items()}
-
-    def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program can read in place. Also returns copies of the others: blocks of a rank, or global tensors."""
-        with self._lock:  # ranks may be threads
-            if rank is not None and (whole := self._columns(self.graph)):
-                self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
-                self.program = self._compile(self.graph)
-        ready, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, held in {**self.tensors, **self.graph.bound}.items():
-            block = self._block(name, held, rank)
-            if self._lies_ready(name, held, block, rank):
-                ready[name] = block
-            else:
-                others[name] = held
-        copies = Copies(others, lambda name, held: self._block(name, held, rank))
-        self._bound[rank] = self.program.bind(**ready, **({} if rank is None else copies.blocks)), copies
-        return self._bound[rank]
-
-    def _block(self, name: str, held: torch.Tensor, rank: int | None) -> torch.Tensor:
-        tensor: Any = held.detach()
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor() if rank is None else tensor.to_local()
-        block: Any = tensor if rank is None else self.graph.input_types[name].shard(tensor, rank, self.graph.mesh)
-        return block  # type: ignore[no-any-return]
-
-    def _columns(self, graph: Graph) -> list[str]:
-        """Names of tensors that each rank has whole, and whose blocks are not contiguous."""
-        ranks, types, found = range(graph.mesh.size), graph.input_types, []
-        for name, tensor in self.tensors.items():
-            held: Any = tensor.detach()
-            if not isinstance(held, DTensor) and held.is_contiguous():
-                blocks: list[Any] = [types[name].shard(held, rank, graph.mesh) for rank in ranks]
-                found += [] if all(block.is_contiguous() for block in blocks) else [name]
-        return found
-
-    def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
-        """True if the program can read the tensor's own memory, and therefore sees later writes."""
-        if not block.is_contiguous() or (rank is None and isinstance(held, DTensor)):
-            return False
-        ranks = range(self.graph.mesh.size) if rank is None else ()
-        return all(self._block(name, block, other).is_contiguous() for other in ranks)
-
-
-class Folded:
-    """Tensors of a module that a program does not read, because it has values that were computed from them at compile time."""
-
-    def __init__(self, module: nn.Module, names: Iterable[str]):
-        self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
-        self._copies = [tensor.detach().clone() for *_, tensor in self._places]
-        self._versions = self._now()
-
-    def changed(self) -> str:
-        """Name of a tensor whose values have changed since compile time, or ""."""
-        for name, held, key, tensor in self._places:
-            if held.get(key) is not tensor:
-                return name
-        if (now := self._now()) != self._versions:
-            for (name, *_, tensor), copy in zip(self._places, self._copies, strict=True):
-                if not torch.equal(tensor, copy):
-                    return name
-            self._versions = now
-        return ""
-
-    def _now(self) -> list[int]:
-        return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
 
 
 class Delegating(nn.Module):
@@ -230,8 +83,7 @@ class CompiledModule(Delegating):
         self._varying = self._sizes()
         self.alone_on: torch.device | None = None  # device of a program of one rank, which ignores the group of this process
         self.generation: Any = None  # programs of `generate`, for a module of transformers
-        self._places = [place_of(module, of) for of in graph.parameters.values()]
-        self._memory = [memory_of(tensor) for *_, tensor in self._places]
+        self._held_tensors = Held(module, graph.parameters.values())
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
         self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
         self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
@@ -304,7 +156,7 @@ class CompiledModule(Delegating):
             copies.renew(stream)
             if self._graph.seeds is not None:  # each launch draws other numbers
                 seeds = arrays[self._graph.names[self._graph.seeds]]
-                with _on(stream, seeds):
+                with on_stream(stream, seeds):
                     seeds.copy_(new_seeds(self._name, len(seeds), group))
             call.launch(stream)
 
@@ -316,7 +168,7 @@ class CompiledModule(Delegating):
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Arguments of a call that the program takes, by name. Raises ArgumentError if the call is not possible."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._held_tensors.tensors):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
                 "or compile it with training=True"
@@ -339,20 +191,14 @@ class CompiledModule(Delegating):
 
     def takes(self, **kwargs: Any) -> bool:
         """True if the module was compiled for such arguments: tensors with these sizes and dtypes, and equal other values."""
-        wanted = _keywords(self._specs.in_spec)
-        if sorted(wanted) != sorted(kwargs):
-            return False
-        leaves, given = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
-        if given != self._specs.in_spec:
+        try:
+            given = self._passed((), kwargs)
+        except ArgumentError:
             return False
         sizes: dict[Any, int] = {}
-        for node, leaf in zip(self._graph.arguments, leaves, strict=True):
+        for node, leaf in given.items():
             held = node.meta["val"]
-            if not isinstance(held, torch.Tensor):
-                if leaf != held:
-                    return False
-                continue
-            if not isinstance(leaf, torch.Tensor) or (leaf.dtype, leaf.ndim) != (held.dtype, held.ndim):
+            if (leaf.dtype, leaf.ndim) != (held.dtype, held.ndim):
                 return False
             for size, own in zip(leaf.shape, held.shape, strict=True) if node not in self._graph.written else ():
                 if isinstance(own, int):
@@ -381,8 +227,7 @@ class CompiledModule(Delegating):
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Keyword arguments of a call. A copy of this rank's block replaces each whole tensor that the program writes to."""
-        wanted = _keywords(self._specs.in_spec)
-        leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
+        leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [
             types[names[node]].shard(leaf, rank, self._graph.mesh) if node in self._graph.written else leaf
@@ -439,13 +284,8 @@ class CompiledModule(Delegating):
         for modules, name, part in self._parts:
             if modules.get(name) is not part:
                 raise ArgumentError(f"{self._name}: {name} was replaced after compile; compile it again")
-        for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
-            if tensors.get(key) is not tensor:
-                path = path_in(self._module, tensors, key)
-                raise ArgumentError(f"{self._name}: {path} was replaced after compile; compile again, or use copy_ on the original tensor")
-            if memory_of(tensor) != memory:
-                why = f"{path_in(self._module, tensors, key)} was moved in memory after compile, as by .to() or a write to .data"
-                raise ArgumentError(f"{self._name}: {why}; compile again, or use copy_ on the original tensor")
+        if changed := self._held_tensors.changed():
+            raise ArgumentError(f"{self._name}: {changed}")
         if changed := self._folded.changed():
             why = f"{changed} has changed, but the program holds values that were computed from it at compile"
             raise ArgumentError(f"{self._name}: {why}; compile it again")
@@ -459,6 +299,15 @@ class CompiledModule(Delegating):
             raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Arguments that the program takes, by name, and new seeds. Raises ArgumentError if the arguments do not fit."""
+        arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
+        if self._graph.seeds is not None:
+            seeds = new_seeds(self._name, self._count_of_seeds, self._group())
+            arrays[self._graph.names[self._graph.seeds]] = seeds.to(self._device)
+        return arrays
+
+    def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
+        """Tensors among the arguments of a call, by their nodes. Raises ArgumentError if the arguments do not fit."""
         spec, name = self._specs.in_spec, self._name
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
@@ -468,12 +317,12 @@ class CompiledModule(Delegating):
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:
             raise ArgumentError(f"{name}: the arguments differ in structure from example_inputs; pass the same number and nesting")
-        arrays = {}
+        passed = {}
         for node, leaf in zip(self._graph.arguments, leaves, strict=True):
             if node in self._graph.names:
                 if not isinstance(leaf, torch.Tensor):
                     raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
-                arrays[self._graph.names[node]] = leaf
+                passed[node] = leaf
                 for dim, sizes in self._varying.get(node, ()):
                     if leaf.ndim > dim and leaf.shape[dim] not in sizes:
                         why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {_words_of(sizes)}"
@@ -482,10 +331,7 @@ class CompiledModule(Delegating):
                 raise ArgumentError(
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
-        if self._graph.seeds is not None:
-            seeds = new_seeds(self._name, self._count_of_seeds, self._group())
-            arrays[self._graph.names[self._graph.seeds]] = seeds.to(self._device)
-        return arrays
+        return passed
 
     @property
     def _count_of_seeds(self) -> int:
@@ -493,7 +339,7 @@ class CompiledModule(Delegating):
 
     @property
     def _device(self) -> torch.device:
-        return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
+        return next((tensor.device for tensor in self._held_tensors.tensors), torch.device("cpu"))
 
 
 def alone(device: torch.device) -> Group:
@@ -518,39 +364,3 @@ def _autocast() -> tuple[torch.dtype | None, ...]:
 
 def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
     return " and ".join(f"{dtype} of {device}" for device, dtype in zip(("cpu", "cuda"), autocast, strict=True) if dtype) or "off"
-
-
-def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
-    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return own.data_ptr(), own.dtype
-
-
-def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
-    parent, _, key = path.rpartition(".")
-    tensor: torch.Tensor = getattr(module.get_submodule(parent), key)
-    return tensor
-
-
-def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
-    """The module's dict that contains a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than one in the
-    module."""
-    parent, _, key = path.rpartition(".")
-    owner, tensor = module.get_submodule(parent), tensor_of(module, path)
-    held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
-    return held, key, tensor
-
-
-def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
-    """Path of a tensor, computed from the dict and the name that `place_of` returns."""
-    for path, owner in module.named_modules():
-        if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
-            return f"{path}.{key}" if path else key
-    return key
-
-
-def _is_tensor(module: nn.Module, path: str) -> bool:
-    try:
-        return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant that only the graph has
-        return False

@@ -17,7 +17,8 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.options import Options, options_of
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.compiled import not_traced, tensor_of
+from hostweave.torch.compiled import not_traced
+from hostweave.torch.held import tensor_of
 from hostweave.torch.pipeline_program import PipelineInputs, recorded
 from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of

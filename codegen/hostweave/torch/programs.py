@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.options import Options, options_of
-from hostweave.torch.compiled import CompiledModule, ProgramPart
+from hostweave.torch.bound import ProgramPart
+from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case

@@ -13,8 +13,9 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.compiled import ProgramPart, tensor_of
+from hostweave.torch.bound import ProgramPart
 from hostweave.torch.graph import GradientUpdate, Graph
+from hostweave.torch.held import tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.loss_scale import SCALE, LossScale, unscaled
 from hostweave.torch.training import Compile, Differentiated

@@ -17,7 +17,9 @@ from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
-from hostweave.torch.compiled import CompiledModule, ProgramPart, tensor_of
+from hostweave.torch.bound import ProgramPart
+from hostweave.torch.compiled import CompiledModule
+from hostweave.torch.held import tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
 

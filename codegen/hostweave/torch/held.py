@@ -1,0 +1,90 @@
+"""Tensors of a module, by their paths, and changes of them that a program does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Held:
+    """Tensors of a module that a program reads in place."""
+
+    def __init__(self, module: nn.Module, paths: Iterable[str]):
+        self._module, self._places = module, [place_of(module, path) for path in paths]
+        self.tensors = [tensor for *_, tensor in self._places]
+        self._memory = list(map(memory_of, self.tensors))
+
+    def changed(self) -> str:
+        """Describes a tensor that was replaced or moved, or returns ""."""
+        for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
+            if tensors.get(key) is not tensor:
+                path = path_in(self._module, tensors, key)
+                return f"{path} was replaced after compile; compile again, or use copy_ on the original tensor"
+            if memory_of(tensor) != memory:
+                why = f"{path_in(self._module, tensors, key)} was moved in memory after compile, as by .to() or a write to .data"
+                return f"{why}; compile again, or use copy_ on the original tensor"
+        return ""
+
+
+class Folded:
+    """Tensors of a module that a program does not read, because it has values that were computed from them at compile time."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str]):
+        self._places = [(name, *place_of(module, name)) for name in sorted(names) if is_tensor(module, name)]
+        self._copies = [tensor.detach().clone() for *_, tensor in self._places]
+        self._versions = self._now()
+
+    def changed(self) -> str:
+        """Name of a tensor whose values have changed since compile time, or ""."""
+        for name, held, key, tensor in self._places:
+            if held.get(key) is not tensor:
+                return name
+        if (now := self._now()) != self._versions:
+            for (name, *_, tensor), copy in zip(self._places, self._copies, strict=True):
+                if not torch.equal(tensor, copy):
+                    return name
+            self._versions = now
+        return ""
+
+    def _now(self) -> list[int]:
+        return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
+
+
+def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
+    parent, _, key = path.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(parent), key)
+    return tensor
+
+
+def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
+    """The module's dict that contains a tensor, the tensor's name in it, and the tensor. A look-up in the dict is faster than one in the
+    module."""
+    parent, _, key = path.rpartition(".")
+    owner, tensor = module.get_submodule(parent), tensor_of(module, path)
+    held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
+    return held, key, tensor
+
+
+def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
+    """Path of a tensor, computed from the dict and the name that `place_of` returns."""
+    for path, owner in module.named_modules():
+        if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
+            return f"{path}.{key}" if path else key
+    return key
+
+
+def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
+    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own.data_ptr(), own.dtype
+
+
+def is_tensor(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(tensor_of(module, path), torch.Tensor)
+    except AttributeError:  # a constant that only the graph has
+        return False
