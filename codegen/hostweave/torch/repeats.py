@@ -74,7 +74,8 @@ class _Call:
         self.leaves, self.spec = flat((args, kwargs))
         caches = {id(leaf): leaf for leaf in self.leaves if is_cache(leaf)}
         self.has_cache = len(caches) == 1
-        self.part = Part(*caches.values() if self.has_cache else (SimpleNamespace(layers=[]),), layer)
+        (cache,) = caches.values() if self.has_cache else (SimpleNamespace(layers=[]),)
+        self.part = Part(cache, layer)
         self.arguments = tensors_in(self.leaves)
         self.operands = [*self.arguments, *self.part.tensors], [tensor for _, tensor in tensors_of(layer)]
         state, others = self.part.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
