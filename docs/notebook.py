@@ -1,10 +1,11 @@
-"""Writes the tutorial as a notebook: `python docs/notebook.py`. Its cells are the blocks of the page, which tests run in order."""
+"""Writes pages as notebooks: `python docs/notebook.py`. The cells are the blocks of a page, which tests run in order."""
 
 import json
 import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent
+PAGES = ("tutorial", "recipes", "coming-from")
 
 
 def notebook(page: str) -> str:
@@ -18,9 +19,6 @@ def notebook(page: str) -> str:
     return json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
 
 
-def tutorial() -> str:
-    return notebook((DOCS / "tutorial.md").read_text())
-
-
 if __name__ == "__main__":
-    (DOCS / "tutorial.ipynb").write_text(tutorial())
+    for name in PAGES:
+        (DOCS / f"{name}.ipynb").write_text(notebook((DOCS / f"{name}.md").read_text()))

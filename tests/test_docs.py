@@ -145,12 +145,15 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
     assert not [path.name for path in images.iterdir() if f"images/{path.name})" not in pages]
 
 
-def test_the_notebook_is_the_tutorial() -> None:
-    """`python docs/notebook.py` rewrites it. Another test runs the blocks of the page."""
-    made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))["tutorial"]()
-    assert (ROOT / "docs" / "tutorial.ipynb").read_text() == made
-    code = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
-    assert "\n".join(code).split() == python_of(ROOT / "docs" / "tutorial.md").split()
+def test_notebooks_are_the_pages() -> None:
+    """`python docs/notebook.py` rewrites them. Other tests run the blocks of the pages."""
+    made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
+    for page in (ROOT / "docs" / f"{name}.md" for name in made["PAGES"]):
+        notebook = made["notebook"](page.read_text())
+        assert page.with_suffix(".ipynb").read_text() == notebook
+        code = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
+        assert "\n".join(code).split() == python_of(page).split()
+    assert {path.stem for path in (ROOT / "docs").glob("*.ipynb")} == {*made["PAGES"]}
 
 
 def test_pages_show_the_figures_that_pictures_have() -> None:
