@@ -54,6 +54,37 @@ def test_calls_of_two_ranges() -> None:
     assert all(choice.taken.name == "none" for choice in small.program.choices)
 
 
+class Attention(nn.Module):
+    """Heads of a row attend to each other. Each key is repeated for two heads."""
+
+    def forward(self, x: Any) -> Any:
+        keys = x.view(-1, 2, 4, 4)
+        k = keys[:, :, None].expand(-1, 2, 2, 4, 4).reshape(-1, 4, 4, 4)
+        return nn.functional.scaled_dot_product_attention(k * 2, k, k).flatten(1)
+
+
+def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A former defect: torch's modes for tracing are shared by all threads, and sizes of one graph were recorded in the other."""
+    failed: list[str] = []
+    monkeypatch.setattr("hostweave.torch.ranges.warnings.warn", lambda why, *_, **__: failed.append(str(why)))
+    monkeypatch.setattr(hw.Program, "build", lambda _: None)
+    x, sizes = torch.randn(64, 32), {"x": {0: Dim("rows", min=2, max=65536)}}
+    model = hostweave.torch.compile(Attention(), hw.Mesh(tp=2), {}, (x,), dynamic_shapes=sizes)
+    ranges = model._part.ranges
+
+    class Calling(nn.Module):
+        def forward(self, y: Any) -> Any:
+            ranges.part({"x": x}, None)
+            for thread in threading.enumerate():
+                if thread.name.startswith("compiles for"):
+                    thread.join(3)
+            return y * 2
+
+    hostweave.torch.compile(Calling().eval(), hw.Mesh(tp=1), {}, (x,))
+    ranges.wait()
+    assert [why for why in failed if "stay sequential" in why] == []
+
+
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
     """For each rank and call, True if a program for the call's range runs. A rank has compiled this program once its event is set, at the
     latest in its third call."""

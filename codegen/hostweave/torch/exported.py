@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears
 
+tracing = threading.RLock()  # torch's modes for tracing apply to the sizes of all threads
 _TORCH = str(Path(torch.__file__).parent)
 
 # Ops that are not decomposed: each is either one op of a fusion, or a composite that the compiler recognises.
@@ -65,6 +67,7 @@ def exported(
     repeats = Repeats(module)
     try:
         with (
+            tracing,
             on_global_tensors(module),
             _of_whole_sequences(module),
             with_quantized_linears(module),

@@ -11,12 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hostweave.api import Program
 from hostweave.runtime.group import Group
+from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
 
 KEPT = 16  # maximum number of ranges that have a program; each program has separate memory
 _MEET = 64  # ranks agree at calls 1, 2, 4 and so on of a range, and later at every 64th call
-
-_compiling = threading.Lock()  # one compilation at a time, so that calls keep most of the processor
 
 
 class Computes(Protocol):
@@ -81,7 +80,7 @@ class Ranges(Generic[P]):
 
         def compile() -> None:
             try:
-                with _compiling:
+                with tracing:  # also one compilation at a time, so that calls keep most of the processor
                     part = self._compile(sizes)
                 if overlaps := any(choice.taken.name != "none" for choice in part.program.choices):
                     part.program.build()
