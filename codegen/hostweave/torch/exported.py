@@ -88,7 +88,7 @@ def exported(
                 if not repeats.has_indices:
                     raise
                 why = "an index in a cache is used where only an int is accepted"  # or the next call raises the same error
-                repeats.how = dict.fromkeys(repeats.paths, "")
+                repeats.how = dict.fromkeys(repeats.layers, "")
             if why:
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
                 with watched(module) as (reads, _):

@@ -14,19 +14,18 @@ class Held:
     """Tensors of a module that a program reads in place."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
-        self._module, self._places = module, [place_of(module, path) for path in paths]
+        self._places = [(path, *place_of(module, path)) for path in paths]
         self.tensors = [tensor for *_, tensor in self._places]
         self._memory = list(map(memory_of, self.tensors))
 
     def changed(self) -> str:
         """Describes a tensor that was replaced or moved, or returns ""."""
-        for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
+        remedy = "compile again, or use copy_ on the original tensor"
+        for (path, tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
             if tensors.get(key) is not tensor:
-                path = path_in(self._module, tensors, key)
-                return f"{path} was replaced after compile; compile again, or use copy_ on the original tensor"
+                return f"{path} was replaced after compile; {remedy}"
             if memory_of(tensor) != memory:
-                why = f"{path_in(self._module, tensors, key)} was moved in memory after compile, as by .to() or a write to .data"
-                return f"{why}; compile again, or use copy_ on the original tensor"
+                return f"{path} was moved in memory after compile, as by .to() or a write to .data; {remedy}"
         return ""
 
 
@@ -34,7 +33,7 @@ class Folded:
     """Tensors of a module that a program does not read, because it has values that were computed from them at compile time."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
-        self._places = [(name, *place_of(module, name)) for name in sorted(names) if is_tensor(module, name)]
+        self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
         self._copies = [tensor.detach().clone() for *_, tensor in self._places]
         self._versions = self._now()
 
@@ -69,21 +68,13 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
     return held, key, tensor
 
 
-def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
-    """Path of a tensor, computed from the dict and the name that `place_of` returns."""
-    for path, owner in module.named_modules():
-        if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
-            return f"{path}.{key}" if path else key
-    return key
-
-
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
     """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
 
 
-def is_tensor(module: nn.Module, path: str) -> bool:
+def _is_tensor(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(tensor_of(module, path), torch.Tensor)
     except AttributeError:  # a constant that only the graph has

@@ -101,25 +101,20 @@ class Repeats:
 
     def __init__(self, module: nn.Module):
         self.how: dict[str, str] = {}
-        self._layers = [
-            (f"{path}.{name}".lstrip("."), layer)
+        self.layers = {
+            f"{path}.{name}".lstrip("."): layer
             for path, part in module.named_modules()
             for name, layer in part.named_children()
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
-        ]
+        }
         self._firsts: dict[str, list[_First]] = {}  # path of a list of modules -> its traced layers
         self._traced: list[Traced] = []  # all of them, including those that represent no other layer
         self._is_inside = self.has_indices = False
 
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all layers."""
-        return [path for path, _ in self._layers]
-
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for path, layer in self._layers:
+            for path, layer in self.layers.items():
                 if "forward" not in vars(layer):
                     stack.callback(vars(layer).pop, "forward")
                     vars(layer)["forward"] = self._forward(path, layer, layer.forward, _structure(layer))
