@@ -107,6 +107,7 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     of_outputs = [_shape_of_output(program, parameter, sizes) for parameter in program.results]
     accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}
     first = next(iter(taken or bound.arrays))
+    _expect_separate(program, {p.memory: accepted[p.memory] for p in program.results if p.memory})
     results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.results)
     ranks = range(program.mesh.size)
     own = ({name: block(*one, expected[name], program.mesh, rank) for name, one in taken.items()} for rank in ranks)
@@ -132,6 +133,17 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
         raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that is divisible") from None
 
 
+def _expect_separate(program: HostProgram, donated: Mapping[str, tuple[ArrayLibrary, Array]]) -> None:
+    """Raises ArgumentError if two donated arrays have the same address. The address of an empty array may be 0."""
+    names: dict[int, str] = {}
+    for name, (library, array) in donated.items():
+        address = library.address(array)
+        if address != 0 and names.setdefault(address, name) != name:
+            raise ArgumentError(
+                f"{program.name}: {names[address]} and {name} are the same array, and both are donated; pass separate arrays"
+            )
+
+
 def _result_of(
     program: HostProgram, name: str, accepted: Mapping[str, tuple[ArrayLibrary, Array]], given: Mapping[str, Array]
 ) -> GlobalResult:
@@ -140,9 +152,6 @@ def _result_of(
     if not given:
         return GlobalResult(library, library.device(array))
     expect_writable(f"{program.name}: {name}", library, array)
-    others = {p.memory: accepted[p.memory] for p in program.results if p.memory not in ("", name)}
-    if twice := [other for other, (of, one) in others.items() if of.address(one) == library.address(array) != 0]:
-        raise ArgumentError(f"{program.name}: {name} and {twice[0]} are the same array, and both are donated; pass separate arrays")
     return GlobalResult(library, library.device(array), array, given[name])
 
 

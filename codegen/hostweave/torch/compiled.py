@@ -25,6 +25,7 @@ from hostweave.torch.graph import Graph, is_complex
 from hostweave.torch.held import Folded, Held, tensor_of
 from hostweave.torch.randomness import new_seeds
 from hostweave.torch.state import State
+from hostweave.torch.updates import copied_to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -303,7 +304,7 @@ class CompiledModule(Delegating):
         arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
         if self._graph.seeds is not None:
             seeds = new_seeds(self._name, self._count_of_seeds, self._group())
-            arrays[self._graph.names[self._graph.seeds]] = seeds.to(self._device)
+            arrays[self._graph.names[self._graph.seeds]] = copied_to(self._device, seeds)
         return arrays
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:

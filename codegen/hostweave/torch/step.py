@@ -19,7 +19,7 @@ from hostweave.torch.held import tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.loss_scale import SCALE, LossScale, unscaled
 from hostweave.torch.training import Compile, Differentiated
-from hostweave.torch.updates import Updates, clipped, local, squares, updated_by
+from hostweave.torch.updates import Updates, clipped, copied_to, local, squares, updated_by
 from hostweave.types.tensor import TensorType
 
 _SUM = "sum"  # suffix of the names of accumulated gradients
@@ -95,7 +95,7 @@ class TrainingStep(Differentiated):
 
     def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
         """Computes the results of the module, and adds the gradients to the sums."""
-        is_first = torch.tensor(float(self._added == 0)).to(self._device)
+        is_first = copied_to(self._device, torch.tensor(float(self._added == 0)))
         made = self._adding({**self._adding.taken(given), **self._sums_now(), **self._scale_now(), _IS_FIRST: is_first}, group)
         self._added += 1
         return made[: len(self._joint.results)]

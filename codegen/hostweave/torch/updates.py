@@ -206,7 +206,7 @@ class Updates:
             step = recorded.next(name, before[0])
             hosts.update({id(one.parameter): step.host for one in members})
             dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
-            given = torch.tensor([step.numbers[at] for at in names], dtype=dtype).to(device)
+            given = copied_to(device, torch.tensor([step.numbers[at] for at in names], dtype=dtype))
             numbers.update({of: given[place] for place, of in enumerate(names.values())})
         return numbers, [hosts[id(one.parameter)] for one in self.parameters]
 
@@ -272,6 +272,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Local memory of a tensor on this rank, as a detached tensor."""
     own: Any = tensor.detach()
     return own.to_local() if isinstance(own, DTensor) else own
+
+
+def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor of the host in stream order. The host does not wait, because the copy of a pinned tensor is asynchronous."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
