@@ -56,8 +56,17 @@ def mamba() -> Model:
 
 
 MLP = {"fc_in.weight": "tp, -", "fc_in.bias": "tp", "fc_out.weight": "-, tp"}
-MODELS = small_models.MODELS | {"gptj": gptj, "codegen": codegen, "mamba": mamba}
-PLANS = small_models.PLANS | {"gptj": MLP | {"out_proj.weight": "-, tp"}, "codegen": MLP, "mamba": {"out_proj.weight": "-, tp"}}
+
+
+def rwkv() -> Model:
+    """An RWKV model. Its loop over tokens becomes a scan."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    config = transformers.RwkvConfig(vocab_size=VOCABULARY, **sizes, rescale_every=0, use_cache=False)  # rescaling would write to weights
+    return transformers.RwkvForCausalLM(config).eval(), {"input_ids": tokens()}
+
+
+MODELS = small_models.MODELS | {"gptj": gptj, "codegen": codegen, "mamba": mamba, "rwkv": rwkv}
+PLANS = small_models.PLANS | {"gptj": MLP | {"out_proj.weight": "-, tp"}, "codegen": MLP, "mamba": {"out_proj.weight": "-, tp"}, "rwkv": {}}
 
 CASES = [
     pytest.param(name, ranks, sequence, marks=() if (name, ranks) == ("llama", 2) else pytest.mark.slow)

@@ -13,7 +13,7 @@ from trained_models import MODELS, trained  # noqa: E402
 
 import hostweave.torch  # noqa: E402
 
-FAST = [("dlrm", 2), ("bloom", 1)]
+FAST = [("dlrm", 2), ("bloom", 1), ("rwkv", 2)]
 RUNS = [pytest.param(name, ranks, marks=() if (name, ranks) in FAST else pytest.mark.slow) for name in MODELS for ranks in (1, 2, 4)]
 
 

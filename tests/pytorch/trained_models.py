@@ -153,6 +153,13 @@ def dlrm() -> tuple[nn.Module, Inputs]:
     return Dlrm(), {"dense": torch.randn(BATCH, 5), "sparse": words(BATCH, 3, 2), "labels": torch.rand(BATCH)}
 
 
+def rwkv() -> tuple[nn.Module, Inputs]:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "context_length": 16}
+    config = transformers.RwkvConfig(vocab_size=WORDS, **sizes, use_cache=False, bos_token_id=1, eos_token_id=2)
+    ids = words(BATCH, 7)
+    return transformers.RwkvForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
 @dataclass
 class Trained:
     """A model and the shardings of its weights over the axis tp."""
@@ -177,6 +184,7 @@ MODELS: dict[str, Trained] = {
     "swin": Trained(swin, mlp("mlp.fc1", "mlp.fc2")),
     "resnet": Trained(resnet),
     "wav2vec2": Trained(wav2vec2, mlp("intermediate_dense", "output_dense")),
+    "rwkv": Trained(rwkv, {"feed_forward.key.weight": "tp, -", "feed_forward.value.weight": "-, tp"}),
     "dlrm": Trained(dlrm, {"tables.*.weight": "-, tp"}),
 }
 

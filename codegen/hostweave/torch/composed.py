@@ -180,6 +180,36 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
     return pytree.tree_unflatten([x.flip(dim) for x in leaves] if reverse else leaves, spec)
 
 
+def rwkv_attention(
+    of_token: Callable[..., Any], decay: Any, first: Any, key: Any, value: Any, state: Any = None, return_state: bool = False
+) -> Any:
+    """`rwkv_linear_attention` of transformers as a scan over tokens. For one token it calls `of_token`.
+
+    A state is (n, d, m) for the sums n * exp(m) and d * exp(m). Element 0 of the scan is the given state. The result does not depend on how
+    m is chosen, so the maxima get no gradient.
+    """
+    if key.shape[1] == 1:
+        return of_token(decay, first, key, value, state, return_state)
+    zeros = torch.zeros_like(key[:, 0], dtype=torch.float32)
+    n, d, m = (one[:, None] for one in state or (zeros, zeros, zeros - 1e38))
+    logs = torch.cat((m, key.float()), 1)
+    most = logs.detach()
+    weight, decays = torch.exp(logs - most), -torch.exp(decay).expand(logs.shape)
+    sums = torch.cat((n, value.float()), 1) * weight, torch.cat((d, torch.ones_like(value, dtype=torch.float32)), 1) * weight
+
+    def joined(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        top = torch.maximum(a[3] + b[4], b[3])
+        before, now = torch.exp(a[3] + b[2] - top), torch.exp(b[3] - top)
+        return before * a[0] + now * b[0], before * a[1] + now * b[1], a[2] + b[2], top, a[4] + b[4]
+
+    n, d, _, m, _ = associative_scan(joined, (*sums, decays, most, decays.detach()), 1)
+    own = key.float() + first
+    top = torch.maximum(m[:, :-1], own).detach()
+    before, now = torch.exp(m[:, :-1] - top), torch.exp(own - top)
+    made = (before * n[:, :-1] + now * value) / (before * d[:, :-1] + now)
+    return made.to(key.dtype), [one[:, -1] for one in (n, d, m)] if return_state or state is not None else None
+
+
 def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     wide = x.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
     return _scanned(dim, [wide], lambda before, now: [before[0] * now[0]])[0]

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
-from hostweave.torch.composed import COMPOSED, associative_scan
+from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
 from hostweave.torch.ops import call_function, ops
@@ -122,7 +122,7 @@ def _refuse_seed(*_: Any) -> None:
 @contextmanager
 def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
     """Makes modules of transformers use scans and triangular solvers inside the `with` block. They avoid these ops in other exports,
-    because some export formats lack them.
+    because some export formats lack them. RWKV has only a loop over tokens, which a scan replaces.
 
     Without this, they process the elements of a sequence one at a time.
     """
@@ -131,6 +131,9 @@ def _of_whole_sequences(module: nn.Module) -> Iterator[None]:
         for name in {type(part).__module__ for part in module.modules()}:
             if name.startswith("transformers.models.") and hasattr(sys.modules[name], "is_torchdynamo_exporting"):
                 stack.enter_context(patch.object(sys.modules[name], "is_torchdynamo_exporting", lambda: False))
+            if name == "transformers.models.rwkv.modeling_rwkv":
+                of_token = sys.modules[name].rwkv_linear_attention_cpu
+                stack.enter_context(patch.object(sys.modules[name], "rwkv_linear_attention", partial(rwkv_attention, of_token)))
         yield
 
 
