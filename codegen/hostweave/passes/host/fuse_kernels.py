@@ -75,6 +75,7 @@ class Links:
         self._signals = [place.number for place in self.uses.places if tree.names(place.instruction, "record", "fork")]
         self._waits = [place.number for place in self.uses.places if _waits(place.instruction)]
         self._changes: dict[int, tree.Instruction | tree.Body] = {}  # replacements of the program's instructions, by number
+        self._tried: dict[tuple[ir.Launch, ir.Launch, tuple[str, ...]], _FusedLaunch | str] = {}
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
@@ -217,11 +218,18 @@ class Links:
         for consumer in consumers:
             if why := self._why_apart(producer, consumer, kept):
                 return why
-            merged = fused_launch(self, producer, consumer, kept)
-            if why := self.why_slow(merged.kernel):
-                return why
+            if isinstance(merged := self.merged(producer, consumer, kept), str):
+                return merged
             found.append(merged)
         return found
+
+    def merged(self, producer: Place, consumer: Place, kept: list[str]) -> _FusedLaunch | str:
+        """The consumer's launch with the producer fused into it, or the reason why it would be slow. Computed once for two launches."""
+        given = self.launches[producer], self.launches[consumer], tuple(kept)
+        if given not in self._tried:
+            merged = fused_launch(self, producer, consumer, kept)
+            self._tried[given] = self.why_slow(merged.kernel) or merged
+        return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
         """True if both are launches, and write adjacent slices of one buffer."""
@@ -341,10 +349,10 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, lis
             needed.update(tree.names(place.instruction, "alias"))
     if any(place.instruction.calls or tree.names(place.instruction, "index") for place in moved):
         return None
-    merged = fused_launch(links, first, later, list(one.dsts))
-    walked = [iteration(kernel) for kernel in (links.kernels[one.kernel], links.kernels[other.kernel])]
-    is_pointwise = not any(each.reduced for each in walked)
-    return (merged, moved) if is_pointwise and not links.why_slow(merged.kernel) else None
+    if any(iteration(links.kernels[launch.kernel]).reduced for launch in (one, other)):
+        return None
+    merged = links.merged(first, later, list(one.dsts))
+    return None if isinstance(merged, str) else (merged, moved)
 
 
 # --- merging two kernels ----------------------------------------------------------------------------------------------
