@@ -62,7 +62,9 @@ def rwkv() -> Model:
     """An RWKV model. Its loop over tokens becomes a scan."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
     config = transformers.RwkvConfig(vocab_size=VOCABULARY, **sizes, rescale_every=0, use_cache=False)  # rescaling would write to weights
-    return transformers.RwkvForCausalLM(config).eval(), {"input_ids": tokens()}
+    module, inputs = transformers.RwkvForCausalLM(config).eval(), {"input_ids": tokens()}
+    module(**inputs)  # the first call changes an attribute
+    return module, inputs
 
 
 MODELS = small_models.MODELS | {"gptj": gptj, "codegen": codegen, "mamba": mamba, "rwkv": rwkv}
