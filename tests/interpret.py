@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
-from hostweave.check.match_collectives import MatchedCollective, meetings
+from hostweave.check.match_collectives import MatchedCommunications, match_communications
 from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
@@ -51,7 +51,7 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
             raise ArgumentError(f"{program.name}: {kind} of no elements along {size}")
     instances = instantiate(program, bound)
     try:
-        met = {part: meeting for meeting in meetings(instances) for part in meeting.parts}
+        met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
     except ProgramError as error:
         raise ExecutionError(str(error)) from None
     world = _World(instances, met)
@@ -107,7 +107,7 @@ class _World:
     """State shared by the ranks. `posted` has the data that each reached communication sends, or None if it only receives."""
 
     instances: Instances
-    met: dict[Operation, MatchedCollective]
+    met: dict[Operation, MatchedCommunications]
     posted: dict[Operation, Array | None] = field(default_factory=dict)
     memories: list[dict[str, Array]] = field(default_factory=list)  # per rank: bytes of its buffers
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import HostweaveError
-from hostweave.check.check import MOST_ELEMENTS, check
-from hostweave.check.match_collectives import meetings
-from hostweave.check.results.results import Case, Wanted, cases, computed_outputs, difference, work
+from hostweave.check.check import MAX_ELEMENTS, check
+from hostweave.check.match_collectives import match_communications
+from hostweave.check.results.results import Case, Expected, cases, computed_outputs, count_elements, difference
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import NEAR, minimal_sizes, sizes_to_check, with_far_branches
+from hostweave.check.sizes import NEAR_FACTOR, minimal_sizes, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
@@ -258,17 +258,19 @@ class Subject:
         return lower(self.fusion, self.options)
 
     @cached_property
-    def at(self) -> dict[tuple[tuple[str, int], ...], Wanted]:
+    def at(self) -> dict[tuple[tuple[str, int], ...], Expected]:
         """Results at the sizes of the check, at which all mutants are executed."""
         return {
-            tuple(at.items()): Wanted(self.fusion, at) for at in sizes_to_check(self.host, NEAR) if work(self.fusion, at) < MOST_ELEMENTS
+            tuple(at.items()): Expected(self.fusion, at)
+            for at in sizes_to_check(self.host, NEAR_FACTOR)
+            if count_elements(self.fusion, at) < MAX_ELEMENTS
         }
 
     @cached_property
-    def elsewhere(self) -> list[Wanted]:
+    def elsewhere(self) -> list[Expected]:
         """Results at larger sizes and with more seeds, for comparison in f64 only."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()} | self.host.depths()
-        return [*self.at.values(), Wanted(self.fusion, larger, seeds=5)]
+        return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
         """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it."""
@@ -277,7 +279,7 @@ class Subject:
             verify_host(mutant)
             if any(self.differs(case) for case in cases(self.fusion, mutant, {})):
                 return CAUGHT
-            changed = any(_differs_in_f64(mutant, wanted) for wanted in self.elsewhere)
+            changed = any(_differs_in_f64(mutant, expected) for expected in self.elsewhere)
             if changed:
                 check(mutant)
             return MISSED if changed else SAME
@@ -287,18 +289,20 @@ class Subject:
     def differs(self, case: Case) -> bool:
         sizes, instances, met = case
         key = tuple(sizes.items())
-        if work(self.fusion, sizes) >= MOST_ELEMENTS:
+        if count_elements(self.fusion, sizes) >= MAX_ELEMENTS:
             return False
-        wanted = self.at[key] if key in self.at else Wanted(self.fusion, sizes)
+        expected = self.at[key] if key in self.at else Expected(self.fusion, sizes)
         with np.errstate(all="ignore"):
-            return difference(wanted, instances, met) is not None
+            return difference(expected, instances, met) is not None
 
 
-def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
+def _differs_in_f64(mutant: HostProgram, expected: Expected) -> bool:
     for program in filter(None, (mutant, with_far_branches(mutant))):
-        instances = instantiate(program, wanted.sizes)
+        instances = instantiate(program, expected.sizes)
         with np.errstate(all="ignore"):
-            if any(output.differs_in_f64(TOLERANCE).any() for output in computed_outputs(wanted, instances, meetings(instances))):
+            if any(
+                output.differs_in_f64(TOLERANCE).any() for output in computed_outputs(expected, instances, match_communications(instances))
+            ):
                 return True
     return False
 

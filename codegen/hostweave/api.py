@@ -30,7 +30,7 @@ from hostweave.types.mesh import Mesh
 
 if TYPE_CHECKING:  # imported on first use, see Program._running
     from hostweave.running import Running
-    from hostweave.runtime.arguments import Bound
+    from hostweave.runtime.arguments import BoundInputs
     from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.team import Timing
@@ -81,7 +81,7 @@ class Program:
     Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
     """
 
-    def __init__(self, compiled: Compiled, running: Running | None = None, bound: Bound | None = None):
+    def __init__(self, compiled: Compiled, running: Running | None = None, bound: BoundInputs | None = None):
         self.compiled, self._made, self._bound = compiled, running, bound
         self._making = renewed(threading.Lock())
 
@@ -330,7 +330,7 @@ class Program:
         """
         (call,) = self._running.run(self._bound, [(arrays, named)])
         if ranks:
-            call.hand_back()
+            call.copy_to_donated()
         return call.local_results() if ranks else call.global_results()
 
     @checked
@@ -344,7 +344,7 @@ class Program:
             return []
         made = self._running.run(self._bound, [((), arrays) for arrays in calls], poison)
         for call in made:
-            call.hand_back()
+            call.copy_to_donated()
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:

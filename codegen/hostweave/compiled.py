@@ -16,8 +16,8 @@ from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
 from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
-from hostweave.check.check import MOST_ELEMENTS, check
-from hostweave.check.sizes import usual_sizes
+from hostweave.check.check import MAX_ELEMENTS, check
+from hostweave.check.sizes import default_sizes
 from hostweave.communication.schedules import need_optional_transport
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
@@ -62,7 +62,7 @@ class Compiled:
         covered."""
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
-        most = MOST_ELEMENTS * (ASKED if is_asked else 1)
+        most = MAX_ELEMENTS * (ASKED if is_asked else 1)
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, variant: str = "", **options: Any) -> Compiled:
@@ -126,7 +126,7 @@ class Compiled:
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
         """Returns the program that runs a call at these sizes, and the values of all sizes. A missing size gets a typical value."""
         self.expect_sizes(what, sizes)
-        known = usual_sizes(self.host, {**self.options.sizes, **sizes})
+        known = default_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known
 
     @property

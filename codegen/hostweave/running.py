@@ -17,12 +17,12 @@ from hostweave.base.shortages import tells_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
-from hostweave.runtime.arguments import Bound, in_order
+from hostweave.runtime.arguments import BoundInputs, ordered_inputs
 from hostweave.runtime.call import GlobalCall, make_call
 from hostweave.runtime.cpu import CpuSchedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.lifetime import expect_own_devices
-from hostweave.runtime.lines import name_users_lines
+from hostweave.runtime.lines import add_source_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.team import Team, Timing, team_of
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
@@ -55,15 +55,15 @@ class Running:
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
         self.compiled, self.name = compiled, compiled.host.name
-        self._nothing_bound = Bound(compiled.host, compiled.target, {})
+        self._nothing_bound = BoundInputs(compiled.host, compiled.target, {})
         self.variants = Variants(compiled, partial(Running, family=self._family))
         self._locals: WeakSet[LocalProgram] = WeakSet()  # one entry per rank of this process that has called the program
         self._closed = False
         self._lock = renewed(threading.Lock())
 
-    def bind(self, held: Bound | None, arrays: ArraysByName) -> Bound:
+    def bind(self, held: BoundInputs | None, arrays: ArraysByName) -> BoundInputs:
         """Binds these inputs in addition to those that `held` binds."""
-        return Bound(self.compiled.host, self.compiled.target, arrays, held)
+        return BoundInputs(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
         """Frees all resources. The program cannot run again."""
@@ -100,19 +100,19 @@ class Running:
         """Reduces sizes to those that appear in the program by name."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.given_sizes()}
 
-    def _rebound(self, held: Bound | None) -> Bound | None:
+    def _rebound(self, held: BoundInputs | None) -> BoundInputs | None:
         """Binds to this variant the arrays that another variant has bound."""
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 
-    def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
+    def _for_windows(self, group: Group, bound: BoundInputs, arrays: Arrays, out: Any) -> Running:
         """Variant for arguments in windows. Returns self if peers access none of these arguments."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:
             return self
         outs = () if out is None else (out,) if len(host.results) == 1 else out
-        names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.results, outs, strict=False)))
+        names = group.windows.names(bound, (*zip(bound.unbound, arrays, strict=False), *zip(host.results, outs, strict=False)))
         return (self.variants.for_windows(names) if names else None) or self
 
     @property
@@ -140,7 +140,7 @@ class Running:
     @tells_shortages
     def call(
         self,
-        held: Bound | None,
+        held: BoundInputs | None,
         given: GivenArrays,
         out: Any,
         stream: Any,
@@ -150,7 +150,7 @@ class Running:
     ) -> Any:
         """Implements `Program.__call__` and `Program.capture`."""
         bound, (arrays, named) = held or self._nothing_bound, given
-        arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
+        arrays = ordered_inputs(self.name, bound.unbound, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
             self.compiled.expect_sizes("sizes=", sizes)
             known = {**self.sizes_of(held, arrays, {}, whole=True), **sizes}
@@ -162,13 +162,13 @@ class Running:
             try:
                 return (local.capture if captures else local)(bound, arrays, out, stream, sizes)
             except ExecutionError as error:
-                name_users_lines(error, local.module)
+                add_source_lines(error, local.module)
                 raise
 
         return self._or_in_sequence(call)
 
     @tells_shortages
-    def prepare(self, held: Bound | None, sizes: Sequence[Sizes], group: Group | None) -> None:
+    def prepare(self, held: BoundInputs | None, sizes: Sequence[Sizes], group: Group | None) -> None:
         """Implements `Program.prepare`."""
         bound = held or self._nothing_bound
         for one in sizes:
@@ -186,7 +186,7 @@ class Running:
         if rest:
             (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
-    def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
+    def _local(self, group: Group | None, bound: BoundInputs, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
         """Returns the program on this process's or thread's rank of a group, for a call with these arrays."""
         expect_own_devices()
         self._expect_open()
@@ -198,10 +198,10 @@ class Running:
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self.variants.on(figures)._local(group, bound, arrays, stream)
-        if not group.can_meet and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
+        if not group.can_exchange and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
             why = "communicators of the application map no memory"
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
-        if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
+        if group.windows.allocated and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
         local = self._local_in(group) or self._made_local(group, stream, arrays)
         if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.optional_transports):
@@ -231,7 +231,7 @@ class Running:
     # --- on all ranks of this process ---
 
     @tells_shortages
-    def run(self, held: Bound | None, calls: Sequence[GivenArrays], poison: bool = False) -> list[GlobalCall]:
+    def run(self, held: BoundInputs | None, calls: Sequence[GivenArrays], poison: bool = False) -> list[GlobalCall]:
         """Makes calls with arrays of the same shapes on all ranks in this process."""
 
         def run(one: Running) -> list[GlobalCall]:
@@ -246,17 +246,17 @@ class Running:
         return self._here()._or_in_sequence(run)
 
     @tells_shortages
-    def measure(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
+    def measure(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
         """Implements `Program.measure`."""
         return self._measured("measure", held, given, warmups, repetitions)[1]
 
     @tells_shortages
-    def timeline(self, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
+    def timeline(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
         """Returns the variant that runs for these arrays, and the times of its calls and of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
-        self, what: str, held: Bound | None, given: GivenArrays, warmups: int, repetitions: int, marks: bool = False
+        self, what: str, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int, marks: bool = False
     ) -> tuple[Compiled, list[list[Timing]]]:
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(
@@ -280,15 +280,15 @@ class Running:
         why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
-    def sizes_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
+    def sizes_of(self, held: BoundInputs | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
         """Sizes that these arrays determine. With `whole`, the arrays are local, and only dims that are not sharded count."""
         bound = held or self._nothing_bound
-        given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
+        given = zip(bound.unbound, ordered_inputs(self.name, bound.unbound, bound.arrays, arrays, named), strict=True)
         shapes = bound.shapes() | {p.name: shape for p, array in given if (shape := shape_given(array)) is not None}
         pairs = (pair for p in self.compiled.host.arguments for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
         return {dim.size.name: size for dim, size in pairs if dim.size.name and not (whole and dim.axes)}
 
-    def _call_of(self, held: Bound | None, arrays: Arrays, named: ArraysByName) -> GlobalCall:
+    def _call_of(self, held: BoundInputs | None, arrays: Arrays, named: ArraysByName) -> GlobalCall:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _on_all_ranks(self, call: Callable[[Team, list[LocalProgram]], T]) -> T:
@@ -302,10 +302,10 @@ class Running:
         with team_of(target, ranks) as team:
             programs = [self._local_in(group) for group in team.groups]
             if None in programs:
-                with team.turn(module, target, CpuSchedule()):
+                with team.lease(module, target, CpuSchedule()):
                     programs = list(team.each(lambda rank: self._made_local(team.groups[rank], None, ())))
             try:
                 return call(team, [program for program in programs if program])
             except ExecutionError as error:
-                name_users_lines(error, module)
+                add_source_lines(error, module)
                 raise

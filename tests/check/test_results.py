@@ -54,8 +54,8 @@ def test_names_the_element_in_the_global_output() -> None:
 
 
 def test_names_the_first_pass_with_another_result() -> None:
-    from hostweave.check.match_collectives import meetings
-    from hostweave.check.results.results import Wanted, difference, first_wrong_stage
+    from hostweave.check.match_collectives import match_communications
+    from hostweave.check.results.results import Expected, difference, first_wrong_stage
     from hostweave.check.simulate import instantiate
     from hostweave.check.sizes import minimal_sizes
 
@@ -72,7 +72,7 @@ def test_names_the_first_pass_with_another_result() -> None:
     assert isinstance(last, HostProgram)
     sizes = minimal_sizes(last)
     instances = instantiate(last, sizes)
-    found = difference(Wanted(fusion, sizes), instances, meetings(instances))
+    found = difference(Expected(fusion, sizes), instances, match_communications(instances))
     assert found
     assert first_wrong_stage(fusion, made, found) == ("", None)
     name, op = first_wrong_stage(fusion, broken, found)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.operations import Instances, Operation, StreamInPool
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
@@ -67,7 +67,7 @@ class Machine:
     def __init__(self, instances: Instances, inputs: dict[str, Array], seed: int):
         program = instances.program
         self.instances, self.inputs, self.draw = instances, inputs, random.Random(seed)
-        self.met = {part: meeting for meeting in meetings(instances) for part in meeting.parts}
+        self.met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
         self.world = _World(instances, self.met)
         self.ranks = [_Rank(self.world, rank, {}) for rank in range(program.mesh.size)]
         self.queues: list[list[Operation]] = []

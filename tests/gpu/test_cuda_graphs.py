@@ -335,14 +335,14 @@ def test_a_launch_by_torch_names_its_line(
         (local,) = group.programs.values()
         for before, go in enumerate(late, 2):
             torch.cuda.synchronize()
-            assert local.stand().call == 0
+            assert local.position().call == 0
             if rank == 1:
                 go.wait(20)
             graph.replay()
             if rank == 0:
-                until, seen, waits = time.monotonic() + 10, local.stand(), []
+                until, seen, waits = time.monotonic() + 10, local.position(), []
                 while not waits and time.monotonic() < until:
-                    seen = local.stand()
+                    seen = local.position()
                     waits = [stream for stream in seen.streams if stream["edge"] in edges]
                 go.set()
                 assert (seen.call, seen.made, seen.done, seen.is_graph) == (before + 1, before + 1, before, True)

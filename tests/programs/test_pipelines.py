@@ -16,9 +16,9 @@ from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan, memory_report
 from hostweave.host_ir import ir, tree
-from hostweave.runtime.arguments import Bound
+from hostweave.runtime.arguments import BoundInputs
+from hostweave.runtime.checked_call import Arguments
 from hostweave.runtime.cpu import parallel, seeded
-from hostweave.runtime.taken import Arguments
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.mesh import Mesh
@@ -247,7 +247,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     host = lowered(FUSION)
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows())
-    nothing = Bound(host, target, {})
+    nothing = BoundInputs(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: the size M is missing; pass its global value$"):
         arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))
     taken = arguments.take(nothing, local(2), None, None, {"M": 6})

@@ -199,22 +199,22 @@ def test_a_launch_by_the_application_names_its_line() -> None:
                 program(*arrays, out=out)
             before = 2 + number + (number == 2)
             captures.wait(stream)
-            assert local.stand().call == 0
+            assert local.position().call == 0
             if rank == 1:
                 go.wait(20)
             captures.launch(graph, stream)
             if rank == 0:
                 until = time.monotonic() + 20
-                while not local.stand().streams and time.monotonic() < until:
+                while not local.position().streams and time.monotonic() < until:
                     time.sleep(0.005)
-                seen = local.stand()
+                seen = local.position()
                 waits = [stream for stream in seen.streams if stream["edge"] == "transfer"]
                 go.set()
                 assert (seen.call, seen.made, seen.done, seen.is_graph) == (before + 1, before + 1, before, True)
                 assert [stream["ranks"] for stream in waits] == [[1]]
                 assert "mlp_of_ranks.py:" in waits[0]["next"]
         captures.wait(stream)
-        assert local.stand().call == 0
+        assert local.position().call == 0
 
     threads.run(on_rank)
 

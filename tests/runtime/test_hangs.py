@@ -22,8 +22,8 @@ from test_providers import free_port
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import cpu
-from hostweave.runtime.lines import with_users_lines
-from hostweave.runtime.standstill import Stand, describe, from_note, to_note
+from hostweave.runtime.lines import with_source_lines
+from hostweave.runtime.standstill import RankPosition, describe, from_json, to_json
 
 FILE = Path(__file__).with_name("four_ranks.py").name
 LINE = 1 + Path(__file__).with_name("four_ranks.py").read_text().splitlines().index('    return hw.matmul(x, w).stream("M", chunks=RANKS)')
@@ -214,8 +214,8 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
 
 
 def test_notes() -> None:
-    stand = Stand("p", 3, 2, call=3, begun=[("x", [0, 1], 2)])
-    assert from_note(to_note([stand])) == [stand]
+    position = RankPosition("p", 3, 2, call=3, begun=[("x", [0, 1], 2)])
+    assert from_json(to_json([position])) == [position]
 
 
 def test_who_has_come_to_a_collective() -> None:
@@ -229,9 +229,9 @@ def test_who_has_come_to_a_collective() -> None:
         "source_stream": "",
     }
     stream = waits | {"channel": "x", "ranks": [0, 1, 2, 3], "number": 0, "nth": 2}
-    first = Stand("p", 5, 4, call=5, streams=[stream], begun=[("x", [0, 1, 2, 3], 2)])
-    behind = Stand("p", 5, 4, call=5, begun=[("x", [0, 1, 2, 3], 1)])
-    lines = describe([[first], [behind], [Stand("p", 5, 5)], [Stand("p", 4, 4)]])
+    first = RankPosition("p", 5, 4, call=5, streams=[stream], begun=[("x", [0, 1, 2, 3], 2)])
+    behind = RankPosition("p", 5, 4, call=5, begun=[("x", [0, 1, 2, 3], 1)])
+    lines = describe([[first], [behind], [RankPosition("p", 5, 5)], [RankPosition("p", 4, 4)]])
     assert lines[1] == "    comm[0]: b (program.cpp:8) waits on x for rank 1, rank 3, which has not made call 5; nothing done"
     assert describe([[first], None, [first], [first]])[1].endswith("waits on x for rank 1, which does not answer; nothing done")
     assert "has begun on x, and so have all ranks that it waits for" in describe([[first]] * 4)[1]
@@ -268,6 +268,6 @@ def test_messages_name_the_users_line() -> None:
     assert users
     named = f"{users[1]}, program.cpp:{number}"
     text = f"program.cpp:{number}: call: failed; also (program.cpp:{number}) and program.cpp:1"
-    once = with_users_lines(text, module)
+    once = with_source_lines(text, module)
     assert once == f"{named}: call: failed; also ({named}) and program.cpp:1"
-    assert with_users_lines(once, module) == once
+    assert with_source_lines(once, module) == once

@@ -37,8 +37,8 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import NATIVE
 from hostweave.runtime import group as groups
 from hostweave.runtime.arrays import NumpyLibrary
+from hostweave.runtime.checked_call import Arguments
 from hostweave.runtime.cpu import seeded
-from hostweave.runtime.taken import Arguments
 from hostweave.runtime.windows import Windows
 from hostweave.targets.cuda import handle_of
 from hostweave.targets.target import find_target

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hostweave.base.errors import ArgumentError, ExecutionError
-from hostweave.runtime.meeting import StoreMeeting
+from hostweave.runtime.exchange import StoreExchange
 from hostweave.runtime.providers import (
     MPI,
     Communicators,
@@ -209,8 +209,8 @@ rank, count = provider.rank_and_count("default")
 store = provider.store("default", 20)
 worlds = [meet(store, group, rank, count, 20) for group in ("default", "other", "default")]
 print(provider.local_rank, [w.local_rank(rank) for w in worlds], *[w.prefix for w in worlds])
-from hostweave.runtime.meeting import StoreMeeting
-StoreMeeting(store, worlds[0].prefix, rank, count).gather("done", 20)
+from hostweave.runtime.exchange import StoreExchange
+StoreExchange(store, worlds[0].prefix, rank, count).gather("done", 20)
 store.close()
 """
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -226,14 +226,14 @@ def test_beside_torch_distributed_by_the_same_environment() -> None:
     script = """
 import os
 import torch.distributed as dist
-from hostweave.runtime.meeting import StoreMeeting
+from hostweave.runtime.exchange import StoreExchange
 from hostweave.runtime.providers import Environment, TorchStore
 from hostweave.runtime.rendezvous import meet
 rank = int(os.environ["RANK"])
 def world(provider):
     store = provider.store("default", 20)
     found = meet(store, "default", *provider.rank_and_count("default"), 20)
-    return StoreMeeting(store, found.prefix, rank, 2).gather(f"from {rank}", 20)
+    return StoreExchange(store, found.prefix, rank, 2).gather(f"from {rank}", 20)
 before = world(Environment())
 dist.init_process_group("gloo")
 print(before, world(Environment()), world(TorchStore()))
@@ -256,7 +256,7 @@ def test_torch_store_of_tcp() -> None:
         provider = TorchStore(store, rank, 2)
         ours = provider.store("default", 20)
         world = meet(ours, "default", *provider.rank_and_count("default"), 20)
-        records = StoreMeeting(ours, world.prefix, rank, 2).gather(str(rank), 20)
+        records = StoreExchange(ours, world.prefix, rank, 2).gather(str(rank), 20)
         done.wait()
         return records
 
@@ -304,7 +304,7 @@ def test_mpi(spread: bool) -> None:
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
         again = provider.store("default", 20)  # does not use MPI again
-        records = StoreMeeting(again, world.prefix, rank, 3).gather(str(rank), 20)
+        records = StoreExchange(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)
             one.close()

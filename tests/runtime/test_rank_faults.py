@@ -24,8 +24,8 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
-from hostweave.runtime.meeting import CallSignature, StoreMeeting
-from hostweave.runtime.standstill import Stand
+from hostweave.runtime.exchange import CallSignature, StoreExchange
+from hostweave.runtime.standstill import RankPosition
 from hostweave.runtime.stores import MemoryStore
 
 GATHER = r"; `recv %\w+ from .* on x` \(four_ranks.py:\d+\) needs all ranks of its channel along x of mesh\(x=4\)"
@@ -407,16 +407,16 @@ def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> Non
         assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot continue: {reason}")
 
 
-@pytest.mark.parametrize(("by", "meetings"), [("memory", 3), ("store", 6)])
-def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meetings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by", "exchanges"), [("memory", 3), ("store", 6)])
+def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    gather = StoreMeeting.gather
+    gather = StoreExchange.gather
 
-    def counted(self: StoreMeeting, record: str, timeout: float) -> list[str]:
+    def counted(self: StoreExchange, record: str, timeout: float) -> list[str]:
         gathered.append(1)
         return gather(self, record, timeout)
 
-    monkeypatch.setattr(StoreMeeting, "gather", counted)
+    monkeypatch.setattr(StoreExchange, "gather", counted)
     if by == "store":  # simulates ranks on two hosts
         monkeypatch.setattr(hw.Group, "made_board", lambda group: (None,))
 
@@ -426,7 +426,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
     # The program, the arrays of the first call, and the shared memory or the sizes at each change.
-    assert len(gathered) == meetings * RANKS
+    assert len(gathered) == exchanges * RANKS
 
 
 def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,8 +443,8 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
         keep.append(program)
         waiting = 5.0 if group.rank == 0 else 0.0
         if group.rank < 2:  # rank 2 has been killed
-            stand = Stand("twice", 17, 16 + group.rank)
-            here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), stand=lambda: stand, close=lambda: None)
+            position = RankPosition("twice", 17, 16 + group.rank)
+            here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), position=lambda: position, close=lambda: None)
             group.programs[program] = here
             group.members["cuda"] = native
             watchdog.Watch(group)
@@ -472,7 +472,7 @@ def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
     def rank(group: hw.Group) -> list[int]:
         class Channel:
             def __del__(self) -> None:
-                seen.append(group.meeting.left())
+                seen.append(group.exchange.left())
 
         seen: list[dict[int, int]] = []
         group.members["cuda"] = Channel()
@@ -523,8 +523,8 @@ def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -
         def progress(self) -> tuple[str, int, int, float]:
             return "twice", 2, 1, 5.0 if store.was_asked and is_late else 0.0
 
-        def stand(self) -> Stand:
-            return Stand("twice", 2, 1)
+        def position(self) -> RankPosition:
+            return RankPosition("twice", 2, 1)
 
         def close(self) -> None:
             pass

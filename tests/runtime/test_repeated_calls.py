@@ -13,7 +13,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
-from hostweave.runtime import taken
+from hostweave.runtime import checked_call
 
 torch = pytest.importorskip("torch", reason="whose arrays change under a call: pip install torch")
 
@@ -35,13 +35,13 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Records the names of inputs that are checked."""
     group = hw.init()
     names: list[str] = []
-    accept = taken.accept
+    accept = checked_call.accept
 
     def noted(program: str, target: Any, name: str, *rest: Any) -> Any:
         names.append(name)
         return accept(program, target, name, *rest)
 
-    monkeypatch.setattr(taken, "accept", noted)
+    monkeypatch.setattr(checked_call, "accept", noted)
     yield names
     group.close()
 
@@ -120,7 +120,7 @@ def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> Non
     del x, kept, w
     assert all(one() is None for one in seen)
     (program,) = (one for one in hw.init().programs.values() if one.host is PROGRAM.host)
-    assert all(len(table.taken) <= 64 for table in program.arguments.tables.values())
+    assert all(len(table.checked_calls) <= 64 for table in program.arguments.tables.values())
 
 
 def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:

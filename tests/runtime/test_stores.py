@@ -21,11 +21,11 @@ from test_providers import free_port, in_threads
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, ThreadTable
+from hostweave.runtime.exchange import Exchange, Failed, PeerLost, StoreExchange, ThreadExchange, ThreadTable
 from hostweave.runtime.providers import (
     Environment,
     TorchStore,
-    _TorchKeys,
+    _PolledTorchStore,
 )
 from hostweave.runtime.rendezvous import World, meet
 from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
@@ -86,7 +86,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         found: Store = request.getfixturevalue("tcp_store")
         return found
     if request.param == "torch fake":
-        return _TorchKeys(FakeTorchStore())
+        return _PolledTorchStore(FakeTorchStore())
     import torch.distributed as dist
 
     kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
@@ -142,7 +142,7 @@ def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpS
         store.on_disconnect("failed", f"rank {rank}".encode())
         store.on_disconnect(f"ended/{rank}", b"")
     for rank in (1, 2):
-        will = ranks[rank]._will
+        will = ranks[rank]._will_connection
         assert will
         will.close()
         tcp_store.get(f"ended/{rank}", 5)
@@ -377,16 +377,16 @@ def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
 
 def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_STRANGERS", 20)
-    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
+    unauthenticated = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
-    assert len(server.strangers) <= 20
-    assert strangers[0].recv(1) == b""
+    assert len(server.unauthenticated) <= 20
+    assert unauthenticated[0].recv(1) == b""
     store.set("key", b"value")
     monkeypatch.setattr(stores, "_GRACE", 0.1)
     late = socket.create_connection(("127.0.0.1", server.port), 5)
     late.sendall(b"hostweave store")
     assert late.recv(1) == b""
-    for one in (*strangers, late):
+    for one in (*unauthenticated, late):
         one.close()
     store.close()
 
@@ -445,28 +445,28 @@ def test_two_processes_of_one_rank() -> None:
 
 
 @pytest.fixture(params=["store", "threads"])
-def seats(request: pytest.FixtureRequest) -> list[Meeting]:
+def seats(request: pytest.FixtureRequest) -> list[Exchange]:
     if request.param == "store":
         store = MemoryStore()
-        return [StoreMeeting(store, "prefix", rank, 3) for rank in range(3)]
+        return [StoreExchange(store, "prefix", rank, 3) for rank in range(3)]
     table = ThreadTable([None] * 3)
-    return [ThreadMeeting(table, rank) for rank in range(3)]
+    return [ThreadExchange(table, rank) for rank in range(3)]
 
 
-def test_records_of_all(seats: list[Meeting]) -> None:
+def test_records_of_all(seats: list[Exchange]) -> None:
     def rank(rank: int) -> list[list[str]]:
         return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
 
     assert in_threads(3, rank) == [[[f"{rank} in {number}" for rank in range(3)] for number in range(20)]] * 3
 
 
-def test_a_rank_that_does_not_come(seats: list[Meeting]) -> None:
+def test_a_rank_that_does_not_come(seats: list[Exchange]) -> None:
     errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
     assert [type(error) for error in errors] == [PeerLost] * 2
     assert [error.ranks for error in errors] == [(2,)] * 2
 
 
-def test_a_failure_ends_the_waiting(seats: list[Meeting]) -> None:
+def test_a_failure_ends_the_waiting(seats: list[Exchange]) -> None:
     started = time.monotonic()
     with soon(seats[2].fail, "rank 2: no data"):
         errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
@@ -481,10 +481,10 @@ def test_a_thread_that_has_ended() -> None:
     gone.start()
     gone.join()
     table = ThreadTable([None, None, gone])
-    errors = in_threads(2, lambda rank: ThreadMeeting(table, rank).gather("", 30))
+    errors = in_threads(2, lambda rank: ThreadExchange(table, rank).gather("", 30))
     assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
 
 
-def test_notes(seats: list[Meeting]) -> None:
-    seats[1].note("at call 3")
-    assert seats[0].notes() == [None, "at call 3", None]
+def test_notes(seats: list[Exchange]) -> None:
+    seats[1].publish_position("at call 3")
+    assert seats[0].gather_positions() == [None, "at call 3", None]

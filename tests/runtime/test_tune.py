@@ -17,7 +17,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import NATIVE
 from hostweave.build.cache import lookup, name_of, replace
-from hostweave.runtime.algorithms import Measured
+from hostweave.runtime.algorithms import MeasuredAlgorithms
 from hostweave.runtime.local import LocalProgram
 
 pytestmark = pytest.mark.xdist_group("tuned")  # all measurements are in one file
@@ -95,11 +95,11 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     folder = lookup(ENTRY)
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
-    kept = json.loads((folder / "algorithms.json").read_text())
-    assert {problem: bytes.fromhex(kept[problem])[0] for problem in new} == new
+    saved = json.loads((folder / "algorithms.json").read_text())
+    assert {problem: bytes.fromhex(saved[problem])[0] for problem in new} == new
 
-    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # simulates measurements of another process
-    replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(kept)))
+    saved.update(dict.fromkeys(new, "01" + "00" * 63))  # simulates measurements of another process
+    replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(saved)))
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()
     np.testing.assert_array_equal(again.run(**given), wanted(**given))
@@ -137,7 +137,7 @@ class Module:
 
 def test_ranks_that_are_processes_take_what_the_first_of_them_knows() -> None:
     modules = [Module(a=1), Module(a=2, b=2), Module(b=3, c=3)]
-    measured = [Measured(module, "a GPU of no machine") for module in modules]  # type: ignore[arg-type]
+    measured = [MeasuredAlgorithms(module, "a GPU of no machine") for module in modules]  # type: ignore[arg-type]
     records: list[str] = []
     for one in measured:
         one.agree(lambda record: records.append(record) or [record])  # type: ignore[func-returns-value]
@@ -151,20 +151,20 @@ def test_ranks_that_are_threads_keep_what_they_find_at_the_same_time() -> None:
 
     def on_rank(rank: int) -> None:
         for number in range(10):
-            measured = Measured(module, "a GPU of threads")  # type: ignore[arg-type]
+            measured = MeasuredAlgorithms(module, "a GPU of threads")  # type: ignore[arg-type]
             module.algorithms[f"{rank} {number}"] = bytes([number]) * 64
-            measured.keep()
+            measured.save()
 
     hw.Threads(4).run(on_rank)
     again = Module()
-    Measured(again, "a GPU of threads")  # type: ignore[arg-type]
+    MeasuredAlgorithms(again, "a GPU of threads")  # type: ignore[arg-type]
     assert again.algorithms == module.algorithms
     assert len(module.algorithms) == 40
 
 
 def test_ranks_that_cannot_agree() -> None:
     class Group:
-        name, count, in_process, can_meet = "g", 2, False, False
+        name, count, in_process, can_exchange = "g", 2, False, False
 
         def expect_working(self) -> None:
             pass

@@ -14,7 +14,7 @@ from fusions_from_files import all_fusions, more_fusions, one_sided_fusions, pip
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.check.check import check
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.ir import Fusion
@@ -193,7 +193,7 @@ def test_ranks_are_moved_until_none_receives_what_was_not_sent() -> None:
     """The clock of rank 1 starts 100 us late, so rank 1 seems to receive before rank 0 sends."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
-    assert len(meetings(operations)) == 2
+    assert len(match_communications(operations)) == 2
     own = [[0.0, 0.01, 0.2, 0.21, 0.21, 0.22], [0.0, 0.01, 0.02, 0.11, 0.11, 0.12]]  # ms: matmul, group, matmul
     found = measured(program, sizes, H200, "measured", own)
     starts = [[round(event.start, 3) for event in found.of_rank(rank)] for rank in (0, 1)]

@@ -17,7 +17,7 @@ from hostweave.base.shortages import expect_memory, tells_shortages
 
 T = TypeVar("T")
 
-LOOK = 0.05  # seconds between two checks of whether to continue waiting
+POLL_SECONDS = 0.05  # seconds between two checks of whether to continue waiting
 _THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
 _PATIENCE = 15.0  # seconds that interrupted work has to end
 
@@ -71,7 +71,7 @@ class _Task(Generic[T]):
         """
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
-            self._ended.acquire(timeout=min(LOOK, left))
+            self._ended.acquire(timeout=min(POLL_SECONDS, left))
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
@@ -135,7 +135,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     task, deadline = _Task(work), time.monotonic() + seconds
     try:
         task.begin()
-        while not task.wait(LOOK):
+        while not task.wait(POLL_SECONDS):
             expect_not_interrupted()
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -159,9 +159,9 @@ def carried(work: Callable[..., T]) -> Callable[..., T]:
 
 
 @contextmanager
-def taken(lock: Any) -> Iterator[None]:
+def acquired(lock: Any) -> Iterator[None]:
     """Takes a lock. Raises Interrupted if the work is interrupted while it waits."""
-    while not lock.acquire(timeout=LOOK):
+    while not lock.acquire(timeout=POLL_SECONDS):
         expect_not_interrupted()
     try:
         yield

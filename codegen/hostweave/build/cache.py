@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hostweave import base
 from hostweave.base.errors import BuildError
-from hostweave.base.interrupts import LOOK, expect_not_interrupted
+from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
 _SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its modification time is the time of the entry's last use
@@ -400,7 +400,7 @@ def _await_lock(file: int) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             expect_not_interrupted()
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
 
 def _close_locks() -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import BuildError
 from hostweave.base.forks import starting
-from hostweave.base.interrupts import LOOK, expect_not_interrupted, within
+from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted, within
 from hostweave.base.shortages import remedy_of
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
             while True:
                 has_ended = compiler.poll() is not None
                 try:
-                    said = compiler.communicate(timeout=LOOK)[0]
+                    said = compiler.communicate(timeout=POLL_SECONDS)[0]
                 except subprocess.TimeoutExpired as so_far:
                     if has_ended:  # the output is still open in a background process, such as a compiler cache
                         said = (so_far.output or b"").decode(errors="replace")

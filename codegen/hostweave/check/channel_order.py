@@ -32,25 +32,25 @@ class PostedCommunications:
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Records the communications of a task that starts at `clock`. Returns earlier communications on other channels that may still
         run."""
-        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.takes_turns}
+        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
         last = self._last[task.operation.rank]
-        found = [
+        pending = [
             earlier.operation
             for (stream_id, channel), earlier in last.items()
             if clock[stream_id] < earlier.number and (channels != {channel} or channel[1])
         ]
         last.update({(task.stream_id, channel): task for channel in channels})
-        return found
+        return pending
 
 
-def takes_turns(part: Operation) -> bool:
+def is_signal_or_wait(part: Operation) -> bool:
     """True for a signal or a wait. A rank issues these in a fixed order."""
     return isinstance(part.instruction, ir.Signalled)
 
 
-class InTurn:
+class SignalOrder:
     """The last signal or wait of each rank."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class InTurn:
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
         """Records the signals and waits of a task that starts at `clock`. Yields each with an earlier one that may still run."""
-        for part in filter(takes_turns, task.operation.communications):
+        for part in filter(is_signal_or_wait, task.operation.communications):
             if part.rank in self._last:
                 last, earlier = self._last[part.rank]
                 if clock[last.stream_id] < last.number:
@@ -68,17 +68,18 @@ class InTurn:
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs (earlier, later) of communications that must be ordered, but that no stream or event of their rank orders."""
-    alike = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    for operations in reversed(alike.values()):  # one rank at a time, because a clock has an entry for each stream of each rank
+    operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
+    # one rank at a time, because a clock has an entry for each stream of each rank
+    for operations in reversed(operations_by_shape.values()):
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
-            if any(map(takes_turns, task.operation.communications)):
+            if any(map(is_signal_or_wait, task.operation.communications)):
                 started[task.operation] = task, clock.copy()
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation
-        in_turn = InTurn()
+        signal_order = SignalOrder()
         for task, clock in (started[operation] for operation in operations if operation in started):  # in the order of issue
-            yield from ((earlier, part) for part, earlier in in_turn.unordered(task, clock))
+            yield from ((earlier, part) for part, earlier in signal_order.unordered(task, clock))
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
@@ -101,7 +102,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     """Communications and groups that, on some rank, must be ordered with another one but are not."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
-    if sum(channel.takes_turns for channel in used) < 2 and not program.has_signals:
+    if sum(channel.may_be_serialised for channel in used) < 2 and not program.has_signals:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}

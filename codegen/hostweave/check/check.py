@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
-from hostweave.check.channel_order import InTurn, PostedCommunications
+from hostweave.check.channel_order import PostedCommunications, SignalOrder
 from hostweave.check.happens_before import Clock, Order, Task, order, run
-from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
+from hostweave.check.match_collectives import expect_end_in_one_queue, match_communications
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, failure
 from hostweave.check.simulate import instantiate
@@ -24,7 +24,7 @@ from hostweave.types.mesh import Sizes, share
 if TYPE_CHECKING:
     from hostweave.check.results.results import Case, Stages
 
-MOST_ELEMENTS = 4e6  # largest number of elements of a fusion whose results are compared by default
+MAX_ELEMENTS = 4e6  # largest number of elements of a fusion whose results are compared by default
 
 
 def check(
@@ -32,13 +32,13 @@ def check(
     sizes: Sizes | None = None,
     fusion: Fusion | None = None,
     stages: Stages | None = None,
-    most_elements: float = MOST_ELEMENTS,
+    max_elements: float = MAX_ELEMENTS,
 ) -> tuple[str, ...]:
     """Raises ProgramError for the first fault of `program`, on any rank of its mesh. `sizes` are by default several small ones.
 
     If `fusion` is given, the results of all ranks are compared with those of the fusion, over a finite field. `stages` yields the program
     after each pass, to find the pass that introduced a fault. The comparison is skipped for sizes at which the fusion computes more than
-    `most_elements` elements. Returns descriptions of the parts that were not checked: lines that never ran, and user kernels.
+    `max_elements` elements. Returns descriptions of the parts that were not checked: lines that never ran, and user kernels.
 
     A fault is one of these:
 
@@ -65,54 +65,54 @@ def check(
     if fusion:
         from hostweave.check.results.results import Results  # imports NumPy, which the rest does not need
 
-        results = Results(fusion, program, stages, most_elements)
-    with _without_collections():
-        for chosen in sizes_to_check(program) if sizes is None else (sizes,):
-            instances = instantiate(program, chosen, calls)
-            met = meetings(instances)
-            expect_end_in_one_queue(instances, met)
-            ordered = order(instances, met)
-            checker = _Checker(instances, ordered)
-            for task, clock in run(ordered):
-                checker.start(task, clock)
-            checker.finish()
+        results = Results(fusion, program, stages, max_elements)
+    with _without_garbage_collection():
+        for chosen_sizes in sizes_to_check(program) if sizes is None else (sizes,):
+            instances = instantiate(program, chosen_sizes, calls)
+            matches = match_communications(instances)
+            expect_end_in_one_queue(instances, matches)
+            happens_before = order(instances, matches)
+            checker = _Checker(instances, happens_before)
+            for task, clock in run(happens_before):
+                checker.check_task(task, clock)
+            checker.check_end()
             if results:
-                checked.append((chosen, instances, met))
+                checked.append((chosen_sizes, instances, matches))
         if results:
-            results.compare_at_all(checked, has_stated_sizes=sizes is not None)
+            results.compare_all(checked, has_given_sizes=sizes is not None)
     return results.unchecked() if results else ()
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Pauses the garbage collector. A check frees nothing before it ends, and leaves no reference cycles."""
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 class _Checker:
-    def __init__(self, instances: Instances, ordered: Order):
-        self.instances, self.order = instances, ordered
+    def __init__(self, instances: Instances, happens_before: Order):
+        self.instances, self.order = instances, happens_before
         self.posted = PostedCommunications()
-        self.tasks = {task.operation: task for task in ordered.tasks}
+        self.tasks = {task.operation: task for task in happens_before.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-        self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
+        self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that do not hold the buffer's values, and the write that replaced these values. Reported only if there is
         # no race, because the error of a race is more specific.
-        self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
-        self.in_turn = InTurn()
+        self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
+        self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
         for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
             for access in part.accesses:
                 regions[_rank_of(part, access), access.region.root].append(access.region)
         pieces: dict[tuple[int, frozenset[ByteBlocks]], Pieces] = {}
-        for rank, (roots, caller) in enumerate(zip(instances.roots, ordered.callers, strict=True)):
+        for rank, (roots, caller) in enumerate(zip(instances.roots, happens_before.caller_tasks, strict=True)):
             self.memories.append({name: Memory(root, regions[rank, name], caller, pieces) for name, root in roots.items()})
 
     def fail(self, operation: Operation, message: str) -> NoReturn:
@@ -120,23 +120,23 @@ class _Checker:
 
     # --- one task ---
 
-    def start(self, task: Task, clock: Clock) -> None:
-        touches = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
-        for (part, access), (other, second) in combinations(touches, 2):
+    def check_task(self, task: Task, clock: Clock) -> None:
+        task_accesses = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
+        for (part, access), (other, second) in combinations(task_accesses, 2):
             if (access.writes or second.writes) and self.memory(part, access) is self.memory(other, second):
-                self.apart(self.memory(part, access), part, access, other, second)
+                self.expect_disjoint(self.memory(part, access), part, access, other, second)
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.stream_id] < by.number:
                 lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
-        for part, access in sorted(touches, key=lambda touch: touch[1].writes):  # a task does not read its own writes
+        for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):  # a task does not read its own writes
             memory = self.memory(part, access)
-            if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
-                self.empty = part, access, *empty
-            touch = TaskAccess(task, part, access)
-            if (conflict := memory.touch(touch, clock)) is not None:
-                self.race(touch, conflict, memory)
+            if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
+                self.uninitialised = part, access, *uninitialised
+            task_access = TaskAccess(task, part, access)
+            if (conflict := memory.record(task_access, clock)) is not None:
+                self.race(task_access, conflict, memory)
             if access.region.generation in memory.freed:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
             if access.writes and tree.names(part.instruction, "free"):
@@ -152,25 +152,25 @@ class _Checker:
             )
             fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
-        for part, earlier in self.in_turn.unordered(task, clock):
+        for part, earlier in self.signal_order.unordered(task, clock):
             self.fail(part, f" and {earlier} can occur at the same time, and signals are counted; {_remedy(part, earlier)}")
 
     def memory(self, part: Operation, access: Access) -> Memory:
         return self.memories[_rank_of(part, access)][access.region.root]
 
-    def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
+    def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Raises ProgramError if two accesses of one task, which are concurrent, overlap."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:
             read, written = (second, access) if access.writes else (access, second)
-            if self.reuse_in_place(part, read, written):
+            if self.may_reuse_in_place(part, read, written):
                 return
             self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it separate memory")
         first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
-    def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
+    def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
         """True if an instruction may write the memory that it reads: element by element, or because its class allows it."""
         old, new = read.region, written.region
         match part.instruction:
@@ -179,15 +179,15 @@ class _Checker:
             case ir.Collective(in_place="block of src", sent_along=along):
                 return new.offset == old.offset + _own_block(part, old.layout, along)
         key = part.instruction, read.name, written.name
-        if key not in self.over:
-            self.over[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
-        return self.over[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
+        if key not in self.may_overwrite_cache:
+            self.may_overwrite_cache[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
+        return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
-    def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
+    def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
         """Raises the error of a race. The message names the later operation first, because that one should have waited."""
-        if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
-            touch, conflict = conflict, touch
-        part, access, other = touch.part, touch.access, conflict.part
+        if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
+            task_access, conflict = conflict, task_access
+        part, access, other = task_access.part, task_access.access, conflict.part
         if conflict is memory.before:
             user = _BEFORE[memory.root.role]
         else:
@@ -195,33 +195,33 @@ class _Checker:
             user = f"{other} {_verb(other, conflict.access)} {same}"
         self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
 
-    def issued(self, touch: TaskAccess) -> int:
-        return self.instances.ranks[touch.part.rank].index(touch.by.operation)
+    def issue_index(self, task_access: TaskAccess) -> int:
+        return self.instances.ranks[task_access.part.rank].index(task_access.by.operation)
 
     # --- the end of the call ---
 
-    def finish(self) -> None:
+    def check_end(self) -> None:
         outputs = self.instances.program.outputs
         donated = {p.memory for p in outputs if p.memory}
-        if self.empty is not None:
-            part, access, empty, taken = self.empty
-            where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
+        if self.uninitialised is not None:
+            part, access, uninitialised, taken = self.uninitialised
+            where = f"bytes {uninitialised.start} to {uninitialised.stop} of %{access.region.root}"
             if taken:
                 why = f"after %{taken.access.name} was written over {where}, which were donated"
                 self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
             self.fail(part, f" reads %{access.name} before {where} is written: write them first, or remove the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
-            clock = self.order.clocks[self.order.callers[rank].stream_id]
+            clock = self.order.clocks[self.order.caller_tasks[rank].stream_id]
             for name, memory in memories.items():
-                if (touch := memory.unfinished(clock)) is not None:
-                    part, pool, at = touch.part, touch.part.stream[0] if touch.part.stream else "", touch.access.at
+                if (task_access := memory.unfinished_access(clock)) is not None:
+                    part, pool, at = task_access.part, task_access.part.stream[0] if task_access.part.stream else "", task_access.access.at
                     if at is not None:
                         tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
                         self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
-                    user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
+                    user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} after it")
-                gap = memory.first_empty(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
+                gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
                     missing = f"rank {rank}: nothing writes bytes {gap[0].start} to {gap[0].stop} of the output %{owned[name].name}"

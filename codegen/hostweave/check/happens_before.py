@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hostweave.check.match_collectives import MatchedCollective
+from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
@@ -35,14 +35,14 @@ class Task:
     operation: Operation
     stream_id: int
     number: int
-    after: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, each with the reason
-    waits: list[Task] = field(default_factory=list)  # the tasks of `after` that are on other streams
-    meets: list[Task] = field(default_factory=list)  # tasks that must start before this one ends
-    met_by: list[Task] = field(default_factory=list)  # tasks that have this one in `meets`
-    events: list[Arrival] = field(default_factory=list)
-    followers: list[Task] = field(default_factory=list)  # tasks that have this one in `after`
-    blocked: int = 0  # number of tasks in `after` that have not ended
-    expected: int = 0  # number of tasks in `meets` that have not started
+    needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this one starts, each with the reason
+    waits: list[Task] = field(default_factory=list)  # the tasks of `needs_end_of` that are on other streams
+    needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this one ends
+    start_needed_by: list[Task] = field(default_factory=list)  # tasks that have this one in `needs_start_of`
+    arrivals: list[Arrival] = field(default_factory=list)
+    end_needed_by: list[Task] = field(default_factory=list)  # tasks that have this one in `needs_end_of`
+    missing_ends: int = 0  # number of tasks in `needs_end_of` that have not ended
+    missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False
     ended: bool = False
     at_start: Clock = field(default_factory=list)  # set only if a communication needs it
@@ -55,23 +55,23 @@ class Order:
 
     instances: Instances
     tasks: list[Task]
-    callers: list[Task]  # by rank: the task that stands for the work before the call
+    caller_tasks: list[Task]  # by rank: the task that stands for the work before the call
     clocks: list[Clock]
 
 
-def order(instances: Instances, met: list[MatchedCollective]) -> Order:
+def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
     program = instances.program
     streams: list[StreamInPool | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
     number_of = {stream: k for k, stream in enumerate(streams)}
     stream_ids = len(streams) * len(instances.ranks)
     clocks = [[0] * stream_ids for _ in range(stream_ids)]
     tasks: dict[Operation, Task] = {}
-    callers = []
+    caller_tasks = []
     for rank, operations in enumerate(instances.ranks):
         first = rank * len(streams)
         last = [0] * len(streams)
         last[0] = clocks[first][first] = 1
-        callers.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
+        caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
         latest: dict[int, Task] = {}  # the last task of each stream
         posted: Task | None = None  # the last communication
         for operation in operations:
@@ -86,46 +86,46 @@ def order(instances: Instances, met: list[MatchedCollective]) -> Order:
                     task.waits.append(tasks[waited])
             for member in operation.members:
                 tasks[member] = task
-            if operation.takes_turns:
+            if operation.may_be_serialised:
                 if posted is not None and posted is not latest.get(k):
                     _after(task, posted, "is posted after")
                 posted = task
             latest[k] = task
-    for meeting in met:
-        _meet(meeting, tasks)
-    return Order(instances, list(dict.fromkeys(tasks.values())), callers, clocks)
+    for matched in matches:
+        _add_match(matched, tasks)
+    return Order(instances, list(dict.fromkeys(tasks.values())), caller_tasks, clocks)
 
 
 def _after(task: Task, earlier: Task, why: str) -> None:
-    task.after.append((earlier, why))
-    task.blocked += 1
-    earlier.followers.append(task)
+    task.needs_end_of.append((earlier, why))
+    task.missing_ends += 1
+    earlier.end_needed_by.append(task)
 
 
-def _meet(meeting: MatchedCollective, tasks: dict[Operation, Task]) -> None:
-    if meeting.is_signal:
-        signal, wait = (tasks[part] for part in meeting.parts)
+def _add_match(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> None:
+    if matched.is_signal:
+        signal, wait = (tasks[part] for part in matched.parts)
         _after(wait, signal, "waits for")
         wait.waits.append(signal)
         return
-    events: dict[tuple[Operation, ...], Arrival] = {}
-    parts = [tasks[part] for part in meeting.parts]
-    for part, task in zip(meeting.parts, parts, strict=True):
+    arrivals: dict[tuple[Operation, ...], Arrival] = {}
+    parts = [tasks[part] for part in matched.parts]
+    for part, task in zip(matched.parts, parts, strict=True):
         # A sender learns nothing from the recv: a small message may be sent before the receiver starts.
-        sources = meeting.sources(part)
+        sources = matched.sources(part)
         if any(tasks[source] is not task for source in sources):
-            events.setdefault(sources, Arrival([tasks[source] for source in sources]))
-            task.events.append(events[sources])
-        others = [tasks[other] for other in meeting.awaited(part) if tasks[other] is not task]
-        task.meets.extend(others)
-        task.expected += len(others)
+            arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
+            task.arrivals.append(arrivals[sources])
+        others = [tasks[other] for other in matched.awaited(part) if tasks[other] is not task]
+        task.needs_start_of.extend(others)
+        task.missing_starts += len(others)
         for other in others:
-            other.met_by.append(task)
+            other.start_needed_by.append(task)
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
     """Yields each task as it starts, with its clock. Raises ProgramError if some tasks wait for each other."""
-    ready = deque(task for task in order.tasks if not task.blocked)
+    ready = deque(task for task in order.tasks if not task.missing_ends)
     while ready:
         task = ready.popleft()
         clock = order.clocks[task.stream_id]
@@ -133,11 +133,11 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
             clock[:] = map(max, clock, waited.at_end)
         yield task, clock
         task.started = True
-        if task.met_by:
+        if task.start_needed_by:
             task.at_start = clock.copy()
-        for other in (*task.met_by, task):
-            other.expected -= other is not task
-            if other.started and not other.expected and not other.ended:
+        for other in (*task.start_needed_by, task):
+            other.missing_starts -= other is not task
+            if other.started and not other.missing_starts and not other.ended:
                 _end(other, order, ready)
     stuck = [task for task in order.tasks if not task.ended]
     if stuck:
@@ -147,19 +147,20 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
 def _end(task: Task, order: Order, ready: deque[Task]) -> None:
     task.ended = True
     clock = order.clocks[task.stream_id]
-    for arrival in task.events:
+    for arrival in task.arrivals:
         if arrival.known is None:
             known = [source.at_start for source in arrival.sources]
             arrival.known = list(map(max, *known)) if len(known) > 1 else known[0]
         clock[:] = map(max, clock, arrival.known)
     clock[task.stream_id] = task.number
-    for follower in task.followers:
+    for follower in task.end_needed_by:
         if follower.stream_id != task.stream_id and not task.at_end:
             task.at_end = clock.copy()
-        follower.blocked -= 1
-        if not follower.blocked:
+        follower.missing_ends -= 1
+        if not follower.missing_ends:
             ready.append(follower)
-    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # breaks reference cycles
+    # breaks reference cycles
+    for links in (task.needs_end_of, task.needs_start_of, task.start_needed_by, task.end_needed_by, task.arrivals):
         links.clear()
 
 
@@ -170,13 +171,13 @@ def _deadlock(order: Order, task: Task) -> Exception:
     while task not in seen:
         seen[task] = len(path)
         if task.started:
-            following, why = next(other for other in task.meets if not other.started), "meets"
+            successor, why = next(other for other in task.needs_start_of if not other.started), "meets"
         else:
-            following, why = next((other, why) for other, why in task.after if not other.ended)
+            successor, why = next((other, why) for other, why in task.needs_end_of if not other.ended)
         path.append((task, why))
-        task = following
-    circle = path[seen[task] :]
-    first = circle[0][0].operation
-    links = ", which ".join(f"{why} {circle[(i + 1) % len(circle)][0].operation}" for i, (_, why) in enumerate(circle))
+        task = successor
+    cycle = path[seen[task] :]
+    first = cycle[0][0].operation
+    links = ", which ".join(f"{why} {cycle[(i + 1) % len(cycle)][0].operation}" for i, (_, why) in enumerate(cycle))
     message = f"{first} {links}: none of them can proceed; post matching communications in one group, or in the same order on every rank"
     return failure(order.instances.program, message, first.instruction)

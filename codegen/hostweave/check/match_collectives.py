@@ -15,7 +15,7 @@ ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and the global 
 
 
 @dataclass(frozen=True)
-class MatchedCollective:
+class MatchedCommunications:
     """Communications that belong to one transfer: a send and its recv, a signal and its wait, or the collective of each rank in process
     group order."""
 
@@ -35,7 +35,7 @@ class MatchedCollective:
         return self.parts[0].instruction.posts == "signal"
 
     @property
-    def counted_in(self) -> tuple[object, ...]:
+    def counter(self) -> tuple[object, ...]:
         """Counter that the signal increments: channel, sender, receiver and signal number."""
         one, _ = self.parts
         return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
@@ -51,7 +51,7 @@ class MatchedCollective:
         return tuple([part for part in self.parts if any(access.reads for access in part.accesses)])
 
 
-def meetings(instances: Instances) -> list[MatchedCollective]:
+def match_communications(instances: Instances) -> list[MatchedCommunications]:
     """All matched communications of the simulated calls.
 
     Raises ProgramError if a send has no recv with its count and dtype, or a recv no send. The same holds for signals and waits. Also raises
@@ -65,15 +65,15 @@ def meetings(instances: Instances) -> list[MatchedCollective]:
         posts = part.instruction.posts
         if posts == "collective":
             collectives[channel_of(part)][part.rank].append(part)
-        elif posts in _ALONE:
-            gives = posts in ("send", "signal")
-            sender, receiver = (part.rank, part.peer) if gives else (part.peer, part.rank)
-            pairs[channel_of(part), sender, receiver, getattr(part.instruction, "signal", None)][not gives].append(part)
-    met = [_pair(program, *pair) for both in pairs.values() for pair in zip_longest(*both)]
+        elif posts in _UNMATCHED:
+            is_sender = posts in ("send", "signal")
+            sender, receiver = (part.rank, part.peer) if is_sender else (part.peer, part.rank)
+            pairs[channel_of(part), sender, receiver, getattr(part.instruction, "signal", None)][not is_sender].append(part)
+    matches = [_pair(program, *pair) for both in pairs.values() for pair in zip_longest(*both)]
     for (_, ranks), by_rank in collectives.items():
         columns = zip_longest(*(by_rank[rank] for rank in ranks))
-        met.extend(_collective(program, ranks, number, parts) for number, parts in enumerate(columns, 1))
-    return met
+        matches.extend(_collective(program, ranks, number, parts) for number, parts in enumerate(columns, 1))
+    return matches
 
 
 def channel_of(part: Operation) -> ChannelGroup:
@@ -81,7 +81,7 @@ def channel_of(part: Operation) -> ChannelGroup:
     return part.channel.name, part.process_group
 
 
-_ALONE = {  # the fault if the other side is missing, and the remedy
+_UNMATCHED = {  # the fault if the other side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, and would mistake it for the next one", "add the wait"),
@@ -89,44 +89,44 @@ _ALONE = {  # the fault if the other side is missing, and the remedy
 }
 
 
-def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | None) -> MatchedCollective:
+def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | None) -> MatchedCommunications:
     if one is None or other is None:
-        alone = one or other
-        assert alone is not None
-        reason, remedy = _ALONE[alone.instruction.posts]
-        raise _fault(program, alone, f"rank {alone.peer} {reason}", remedy)
+        unmatched = one or other
+        assert unmatched is not None
+        reason, remedy = _UNMATCHED[unmatched.instruction.posts]
+        raise _fault(program, unmatched, f"rank {unmatched.peer} {reason}", remedy)
     if one.instruction.posts == "send":
-        sent, taken = one.accesses[0].region.layout, other.accesses[0].region.layout
-        if (sent.count, sent.dtype) != (taken.count, taken.dtype):
-            differ = f"sends {sent.count} {sent.dtype}, but the matching recv expects {taken.count} {taken.dtype}"
+        sent, received = one.accesses[0].region.layout, other.accesses[0].region.layout
+        if (sent.count, sent.dtype) != (received.count, received.dtype):
+            differ = f"sends {sent.count} {sent.dtype}, but the matching recv expects {received.count} {received.dtype}"
             raise _fault(program, one, differ, "make them equal", other)
-    return MatchedCollective((one, other))
+    return MatchedCommunications((one, other))
 
 
-def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> MatchedCollective:
-    there = [part for part in parts if part is not None]
-    first = there[0]
-    if len(there) < len(parts):
+def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> MatchedCommunications:
+    present = [part for part in parts if part is not None]
+    first = present[0]
+    if len(present) < len(parts):
         absent = next(rank for rank, part in zip(ranks, parts, strict=True) if part is None)
         remedy = "issue the same collectives in the same order on every rank"
         raise _fault(program, first, f"is collective {number} of its process group, and rank {absent} has only {number - 1}", remedy)
-    for part in there[1:]:
+    for part in present[1:]:
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
             raise _fault(
                 program, first, f"is collective {number} of its process group, but another rank calls a different one", remedy, part
             )
-    meeting = MatchedCollective(tuple(there))
+    matched = MatchedCommunications(tuple(present))
     if _may_differ(first):
-        number_of = {part: number for number, part in enumerate(there)}
-        all_sent, all_taken = ([_exchanged(part, sends) for part in there] for sends in (True, False))
+        number_of = {part: number for number, part in enumerate(present)}
+        all_sent, all_received = ([_exchanged(part, sends) for part in present] for sends in (True, False))
         for part, numbered in number_of.items():
-            for source in meeting.sources(part):
-                sent, taken = all_sent[number_of[source]][numbered], all_taken[numbered][number_of[source]]
-                if sent != taken:
-                    differ = f"sends {sent} elements to rank {part.rank}, which expects {taken}"
+            for source in matched.sources(part):
+                sent, received = all_sent[number_of[source]][numbered], all_received[numbered][number_of[source]]
+                if sent != received:
+                    differ = f"sends {sent} elements to rank {part.rank}, which expects {received}"
                     raise _fault(program, source, differ, "make them equal", part)
-    return meeting
+    return matched
 
 
 def _may_differ(part: Operation) -> bool:
@@ -160,7 +160,7 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
     return failure(program, f"{part}: {reason}{which}: {remedy}", part.instruction)
 
 
-def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) -> None:
+def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunications]) -> None:
     """Raises ProgramError if ranks would wait for each other forever when each device executes all streams as one queue. Only programs with
     signals are checked.
 
@@ -168,11 +168,11 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
     may be 1. A queue executes in the order of issue. In a CUDA graph, signals do not accumulate: a sender may signal again only after the
     receiver has waited for the previous signal.
     """
-    signals = [meeting for meeting in met if meeting.is_signal]
+    signals = [matched for matched in matches if matched.is_signal]
     if not signals:
         return
-    meeting_of = {part: meeting for meeting in met for part in meeting.parts}
-    waited_before = {then.parts[0]: one.parts[1] for one, then in pairwise(signals) if one.counted_in == then.counted_in}
+    match_of = {part: matched for matched in matches for part in matched.parts}
+    waited_before = {after.parts[0]: before.parts[1] for before, after in pairwise(signals) if before.counter == after.counter}
     reached: set[Operation] = set()
     places = [0] * len(instances.ranks)
     has_moved = True
@@ -183,9 +183,9 @@ def expect_end_in_one_queue(instances: Instances, met: list[MatchedCollective]) 
                 parts = operations[places[rank]].communications
                 # A communication counts as posted once the queue reaches it. A wait blocks the following instructions until its signal
                 # arrives.
-                met_here = [(part, meeting_of[part]) for part in parts if part in meeting_of]
-                reached.update(part for part, meeting in met_here if not meeting.is_signal)
-                awaited = [other for part, meeting in met_here for other in meeting.awaited(part)]
+                matched_here = [(part, match_of[part]) for part in parts if part in match_of]
+                reached.update(part for part, matched in matched_here if not matched.is_signal)
+                awaited = [other for part, matched in matched_here for other in matched.awaited(part)]
                 awaited.extend(waited_before[part] for part in parts if part in waited_before)
                 if not reached.issuperset(awaited):
                     break

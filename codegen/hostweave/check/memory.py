@@ -24,11 +24,14 @@ class Pieces:
     """Partition of a buffer into pieces. Two bytes are in one piece if every access covers both or neither, even if they are not adjacent.
     So every access covers whole pieces."""
 
-    def __init__(self, size: int, places: frozenset[ByteBlocks]):
-        runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
-        cuts = sorted({0, size}.union(*(cut for of in runs.values() for cut in of)))
-        number_of = {cut: number for number, cut in enumerate(cuts)}  # byte position of a cut -> number of the segment that begins there
-        segments = {place: [i for start, end in of for i in range(number_of[start], number_of[end])] for place, of in runs.items()}
+    def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
+        runs = {block: [(block[0] + start, block[0] + start + block[2]) for start in starts(*block[1:])] for block in regions_of_bytes}
+        cuts = sorted({0, size}.union(*(cut for runs_of_block in runs.values() for cut in runs_of_block)))
+        segment_at = {cut: number for number, cut in enumerate(cuts)}  # byte position of a cut -> number of the segment that begins there
+        segments = {
+            block: [i for start, end in runs_of_block for i in range(segment_at[start], segment_at[end])]
+            for block, runs_of_block in runs.items()
+        }
         piece_of, count = [0] * (len(cuts) - 1), 1
         for covered in segments.values():
             inside: dict[int, int] = {}  # old piece -> new piece, for those of its bytes that this access covers
@@ -43,10 +46,10 @@ class Pieces:
             if piece not in number:
                 number[piece] = len(number)
                 self.first_segments.append(range(cuts[segment], cuts[segment + 1]))
-        self.covered = {place: tuple(sorted({number[piece_of[segment]] for segment in covered})) for place, covered in segments.items()}
+        self.covered = {block: tuple(sorted({number[piece_of[segment]] for segment in covered})) for block, covered in segments.items()}
 
 
-def _place(region: ByteRegion) -> ByteBlocks:
+def _byte_blocks(region: ByteRegion) -> ByteBlocks:
     return region.offset, region.layout.rows, region.layout.run
 
 
@@ -60,19 +63,19 @@ class Memory:
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):
         """`known` caches the pieces of buffers with equal accesses, such as the same buffer on other ranks or in other layers."""
         self.root = root
-        places = frozenset([(0, root.layout.rows, root.layout.run), *map(_place, regions)])
-        if (root.size, places) not in known:
-            known[root.size, places] = Pieces(root.size, places)
-        self.pieces = known[root.size, places]
+        regions_of_bytes = frozenset([(0, root.layout.rows, root.layout.run), *map(_byte_blocks, regions)])
+        if (root.size, regions_of_bytes) not in known:
+            known[root.size, regions_of_bytes] = Pieces(root.size, regions_of_bytes)
+        self.pieces = known[root.size, regions_of_bytes]
         self.before = TaskAccess(caller, caller.operation, Access("", ByteRegion("", 0, root.layout, 0), reads=False, writes=True))
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
         # For each piece, the generation whose values it holds, or -1. An input holds values from the start.
-        self.filled = [0 if root.role == "input" else -1] * count
+        self.contents = [0 if root.role == "input" else -1] * count
         self.freed: set[int] = set()  # generations whose memory was freed
 
-    def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
+    def record(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Records an access of a task that starts at `clock`. Returns an earlier conflicting access that may still run, or None."""
         task, access, region = touch.by, touch.access, touch.access.region
         fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
@@ -87,25 +90,25 @@ class Memory:
                             return read
                 self.writes[piece] = touch
                 if fills:
-                    self.filled[piece] = region.generation
+                    self.contents[piece] = region.generation
             if access.reads:
                 self.reads.setdefault(piece, {})[task.stream_id] = touch
         return None
 
-    def unfinished(self, clock: Clock) -> TaskAccess | None:
+    def unfinished_access(self, clock: Clock) -> TaskAccess | None:
         """An access that is not known to have ended at `clock`, or None."""
-        touches = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
-        return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
+        task_accesses = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
+        return next((touch for touch in task_accesses if clock[touch.by.stream_id] < touch.by.number), None)
 
-    def first_empty(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
+    def first_uninitialised(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
         """First bytes of a region that do not hold its values, and the write that overwrote these values or None."""
         for piece in self.covered(region):
-            if not region.generation <= (filled := self.filled[piece]) <= region.last:
-                return self.pieces.first_segments[piece], self.writes[piece] if filled > region.last else None
+            if not region.generation <= (contents := self.contents[piece]) <= region.last:
+                return self.pieces.first_segments[piece], self.writes[piece] if contents > region.last else None
         return None
 
     def overlap(self, a: ByteRegion, b: ByteRegion) -> bool:
         return not set(self.covered(a)).isdisjoint(self.covered(b))
 
     def covered(self, region: ByteRegion) -> Sequence[int]:
-        return self.pieces.covered[_place(region)]
+        return self.pieces.covered[_byte_blocks(region)]

@@ -121,9 +121,9 @@ class Operation:
         return self.members if self.members else (self,) if self.process_group else ()
 
     @property
-    def takes_turns(self) -> bool:
+    def may_be_serialised(self) -> bool:
         """True if a device may serialise it with communications of other channels."""
-        return any(part.channel.takes_turns for part in self.communications if part.channel)
+        return any(part.channel.may_be_serialised for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
         stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"

@@ -16,19 +16,19 @@ Variables = dict[str, int]  # values of loop indices and lets, and coordinates o
 
 
 def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree.Instruction | None) -> int:
-    def wrong(what: str) -> ProgramError:
+    def error_of(what: str) -> ProgramError:
         where = f"{instruction_text(instruction)}: " if instruction else ""
         return failure(program, f"{where}{what}", instruction)
 
     try:
         value = size.bind(sizes)
     except ValueError as error:
-        raise wrong(f"{error}: choose sizes that are multiples of it") from None
+        raise error_of(f"{error}: choose sizes that are multiples of it") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
     if value < 0:
-        raise wrong(f"{size} is {value}: choose sizes that leave room for it")
+        raise error_of(f"{size} is {value}: choose sizes that leave room for it")
     return value
 
 
@@ -47,12 +47,12 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
         case Rank():
             return operator.itemgetter("rank")
         case Binary(op, left, right):
-            meaning, a, b = OPERATORS[op][1], compiled(left, sizes), compiled(right, sizes)
-            return lambda environment: meaning(a(environment), b(environment))
+            function, a, b = OPERATORS[op][1], compiled(left, sizes), compiled(right, sizes)
+            return lambda environment: function(a(environment), b(environment))
     raise TypeError(f"not an expression: {expr!r}")
 
 
-class Held(NamedTuple):
+class BufferPosition(NamedTuple):
     """A buffer's position in its memory, and the generation of its contents."""
 
     root: str
@@ -68,35 +68,37 @@ class Run:
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)
-    places: dict[str, Held] = field(init=False)  # name of a buffer or view -> its position
+    positions: dict[str, BufferPosition] = field(init=False)  # name of a buffer or view -> its position
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
-    recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    records: dict[tuple[str, int], Operation] = field(default_factory=dict)
     generations: dict[str, int] = field(init=False)  # root -> latest generation that has begun
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
     # the same, for memory that other streams cannot reuse before the join
-    kept: dict[StreamInPool, Operation] = field(default_factory=dict)
+    freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()
-    steps_taken: int = 0
+    iterations: int = 0
 
     def __post_init__(self) -> None:
         mesh = self.program.mesh
         self.environment = {"rank": self.rank, **coordinates(mesh, self.rank)}
         parameters = (*self.program.inputs, *self.program.outputs)
         self.generations = {p.memory: 1 for p in parameters if p.memory}
-        inputs = {p.name: Held(p.name, 0, last=0) for p in self.program.inputs}
-        places = inputs | {p.name: Held(p.memory, 0, 1) if p.memory else Held(p.name, 0) for p in self.program.outputs}
-        self.places = {p.name: places[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+        inputs = {p.name: BufferPosition(p.name, 0, last=0) for p in self.program.inputs}
+        positions = inputs | {
+            p.name: BufferPosition(p.memory, 0, 1) if p.memory else BufferPosition(p.name, 0) for p in self.program.outputs
+        }
+        self.positions = {p.name: positions[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
-    def place(self, name: str, instruction: tree.Instruction) -> Held:
-        if name not in self.places:
+    def position(self, name: str, instruction: tree.Instruction) -> BufferPosition:
+        if name not in self.positions:
             self.fail(instruction, f"%{name} is not on this rank: put it into an `on` body of its mesh")
-        return self.places[name]
+        return self.positions[name]
 
     def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
         """Bytes of a buffer with this layout, beginning `further` bytes after its start."""
-        root, offset, generation, last = self.place(name, instruction)
+        root, offset, generation, last = self.position(name, instruction)
         return ByteRegion(root, offset + further, layout, generation, last)
 
     def issue(self, operation: Operation) -> Operation:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
-from hostweave.check.run import Held, Run, Variables, compiled, coordinates, size_of
+from hostweave.check.run import BufferPosition, Run, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
@@ -57,11 +57,13 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 def _between_calls(binder: _Binder, run: Run) -> Operation:
     """Operation of the caller between two calls: it reads the outputs and writes the inputs."""
-    places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
-    held = [
-        (ByteRegion(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
+    positions = ((name, position, binder.roots[name]) for name, position in run.positions.items() if name in binder.roots)
+    parameters_at = [
+        (ByteRegion(name, 0, root.layout, 0), root.role)
+        for name, position, root in positions
+        if position.root == name and root.role != "allocation"
     ]
-    accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in held])
+    accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in parameters_at])
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
@@ -79,7 +81,7 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
-        self.own: dict[str, bool] = {}  # allocation -> True if every stream has a separate copy
+        self.is_per_stream: dict[str, bool] = {}  # allocation -> True if every stream has a separate copy
         self.block: ir.OnStream | None = None  # the enclosing stream block
         self.loops: tuple[ir.For, ...] = ()  # the enclosing loops, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
@@ -122,8 +124,8 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     pool = b.block.stream if b.block else None
     roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
     b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
-    b.own[i.out] = pool is not None
-    whole = b.layouts[i.out]
+    b.is_per_stream[i.out] = pool is not None
+    layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
     # loops whose next iteration may reuse memory that streams freed: streams of other pools, and streams of this pool
     loops = [loop.out for loop in b.loops], joining
@@ -131,12 +133,12 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
-        run.places[i.out] = Held(root, 0, generation)
-        claim = Access(i.out, ByteRegion(root, 0, whole, generation), reads=False, writes=True)
+        run.positions[i.out] = BufferPosition(root, 0, generation)
+        claim = Access(i.out, ByteRegion(root, 0, layout_of_buffer, generation), reads=False, writes=True)
         freed = list(run.freed.values())
         if generation:  # in a loop, later instructions of the body have run in the previous iteration
             steps = dict(run.steps)
-            for stream, last in run.kept.items():
+            for stream, last in run.freed_until_join.items():
                 then = dict(last.steps)
                 if any(index in then and then[index] != steps[index] for index in loops[stream[0] == pool]):
                     freed.append(last)
@@ -146,12 +148,12 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
 
 
 def _deallocate(b: _Binder, i: ir.Deallocate) -> SimulationStep:
-    build, own = _operation(b, i), b.own[i.src]
+    build, is_per_stream = _operation(b, i), b.is_per_stream[i.src]
 
     def step(run: Run) -> None:
         operation = run.issue(build(run))
-        if own and run.stream:
-            run.kept[run.stream] = operation
+        if is_per_stream and run.stream:
+            run.freed_until_join[run.stream] = operation
         else:
             run.freed[run.stream] = operation
 
@@ -174,8 +176,8 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
         if spread and not 0 <= value <= source.shape[dim] - spread:
             run.fail(i, f"indices {value}..{value + spread} exceed 0..{source.shape[dim]}: keep the slice inside the dim")
-        place = run.place(first if chosen(run.environment) else last, i)
-        run.places[i.out] = place._replace(offset=place.offset + value * distance)
+        position = run.position(first if chosen(run.environment) else last, i)
+        run.positions[i.out] = position._replace(offset=position.offset + value * distance)
 
     return step
 
@@ -185,13 +187,13 @@ def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:
-        if place := run.places.get(i.src):
-            now = run.generations.get(place.root, 0)
+        if position := run.positions.get(i.src):
+            now = run.generations.get(position.root, 0)
             if isinstance(i, TakeOver):
-                run.generations[place.root] = now + 1
-                run.places[i.out] = Held(place.root, place.offset, now + 1)
+                run.generations[position.root] = now + 1
+                run.positions[i.out] = BufferPosition(position.root, position.offset, now + 1)
             else:
-                run.places[i.out] = place._replace(last=min(place.last, now))
+                run.positions[i.out] = position._replace(last=min(position.last, now))
 
     return step
 
@@ -200,7 +202,7 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
     build = _operation(b, i)
 
     def step(run: Run) -> None:
-        if i.src in run.places:
+        if i.src in run.positions:
             run.issue(build(run))
 
     return step
@@ -209,12 +211,12 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation's instruction has values in
     place of its expressions."""
-    build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
+    build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:
         operation = build(run)
-        if given:
-            operation.instruction = tree.with_expressions(i, lambda expr: Const(given[expr](run.environment)))
+        if values:
+            operation.instruction = tree.with_expressions(i, lambda expr: Const(values[expr](run.environment)))
         run.issue(operation)
 
     return step
@@ -283,18 +285,18 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) ->
     """Accesses of a get that reads the peer's whole block."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
-    whole, group = b.layouts[dst], operation.process_group
-    block = share(whole.shape, i.received_along, len(group), group.index(operation.peer))
-    taken = layout(whole.dtype, (len(block),), (1,))
-    there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * whole.dtype.itemsize)
+    layout_of_buffer, group = b.layouts[dst], operation.process_group
+    block = share(layout_of_buffer.shape, i.received_along, len(group), group.index(operation.peer))
+    taken = layout(layout_of_buffer.dtype, (len(block),), (1,))
+    there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * layout_of_buffer.dtype.itemsize)
     return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
     """Builds one send or recv for each route of a rank."""
     sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
-    whole = b.layouts[name]
-    equal = b.size(Size(whole.count, (), i.count), i) if isinstance(i.count, int) else 0
+    layout_of_buffer = b.layouts[name]
+    equal = b.size(Size(layout_of_buffer.count, (), i.count), i) if isinstance(i.count, int) else 0
     channel = b.program.channel(i.channel)
     parts: dict[int, list[tuple[tree.Instruction, int, int]]] = {}
     for route in i.routes:
@@ -310,8 +312,8 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
         for part, number, peer in parts.get(run.rank, ()):
             if counts[number] == 0 and not isinstance(i.count, int):
                 continue  # nothing is posted for an empty block
-            block = layout(whole.dtype, (counts[number],), (1,))
-            region = run.region(name, block, i, starts[number] * whole.dtype.itemsize)
+            block = layout(layout_of_buffer.dtype, (counts[number],), (1,))
+            region = run.region(name, block, i, starts[number] * layout_of_buffer.dtype.itemsize)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
@@ -368,7 +370,7 @@ def _join(b: _Binder, i: ir.Join) -> SimulationStep:
     def step(run: Run) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.steps, waits=running))
-        run.freed.update({stream: run.kept.pop(stream) for stream in streams if stream in run.kept})
+        run.freed.update({stream: run.freed_until_join.pop(stream) for stream in streams if stream in run.freed_until_join})
 
     return step
 
@@ -377,7 +379,7 @@ def _record(b: _Binder, i: ir.Record) -> SimulationStep:
     slot = _slot(b, i)
 
     def step(run: Run) -> None:
-        run.recorded[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
+        run.records[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
 
     return step
 
@@ -387,9 +389,9 @@ def _wait(b: _Binder, i: ir.Wait) -> SimulationStep:
 
     def step(run: Run) -> None:
         event = slot(run)
-        if event not in run.recorded:
+        if event not in run.records:
             run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
-        run.issue(Operation(i, run.rank, run.stream, run.steps, waits=(run.recorded[event],)))
+        run.issue(Operation(i, run.rank, run.stream, run.steps, waits=(run.records[event],)))
 
     return step
 
@@ -431,8 +433,8 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
 
     def step(run: Run) -> None:
         outer = run.steps
-        run.steps_taken += count
-        if run.steps_taken > MAX_STEPS:  # all operations of a rank are kept in memory
+        run.iterations += count
+        if run.iterations > MAX_STEPS:  # all operations of a rank are kept in memory
             why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):

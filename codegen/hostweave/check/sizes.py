@@ -15,7 +15,7 @@ from hostweave.types.mesh import RankSizes
 from hostweave.types.size import LocalSize, Size, Sum
 from hostweave.types.zigzag import pieces
 
-POWERS = tuple(2**power for power in range(24))
+POWERS_OF_TWO = tuple(2**power for power in range(24))
 
 SizeSteps = dict[str, tuple[int, int]]  # symbol -> (number of which it must be a multiple, or 0 if it is fixed; its smallest value)
 
@@ -28,136 +28,140 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    least = {name: size for name, (_, size) in steps.items()}  # the sizes for which an error is raised if none fit
-    return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
+    smallest = {name: size for name, (_, size) in steps.items()}  # the sizes for which an error is raised if none fit
+    return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MOST_CALLS = 4  # calls of a repeat: the first, the last, and one or two between them, because carried values alternate between two buffers
-USUAL = 4096  # smallest value of a size that is not given
+MAX_CALLS = 4  # calls of a repeat: the first, the last, and one or two between them, because carried values alternate between two buffers
+DEFAULT_SIZE = 4096  # smallest value of a size that is not given
 
 
-def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
+def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
     """The given sizes. Other sizes are 4096, or the next larger value that divides as required."""
-    least, depths = minimal_sizes(program), program.depths()
-    return {name: depths.get(name) or given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
+    smallest, depths = minimal_sizes(program), program.depths()
+    return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
-    walked = {name for count in trip_counts(program) for name in count.factors}
-    twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
+    trip_symbols = {name for count in trip_counts(program) for name in count.factors}
+    twice_the_streams = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
-    needed = set(all_sizes(program))
+    integer_sizes = set(all_sizes(program))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
         mesh = parameter.type.mesh_in(program.mesh)
-        needed.update(dim.size // pieces(dim.axes, mesh) for dim in parameter.type.dims)
+        integer_sizes.update(dim.size // pieces(dim.axes, mesh) for dim in parameter.type.dims)
     for kernel in program.kernels:
-        needed.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
-    for dim_size in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
+        integer_sizes.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
+    for dim_size in sorted(integer_sizes, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
             # It suffices that the first symbol is a multiple of the divisor. If the size has only one symbol, this is also necessary.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
-    least = {name: twice if name in walked else 2 for name in sizes}
-    steps = {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
+    smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
+    steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
     return steps | {name: (0, _calls(program, name, count)) for name, count in program.depths().items()}
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     """The smallest depth that has the parity of `count`, and at which all tensors exist that the program selects by a constant index."""
-    types, stated = ir.buffer_types(program), list[Expr]()
+    types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
         if chunk and chunk[2].name == name and not any(isinstance(leaf, Var) for leaf in leaves(chunk[1])):
-            stated.append(chunk[1])
-    depths = range(min(count, MOST_CALLS - (count - MOST_CALLS) % 2), count, 2)
+            constant_indices.append(chunk[1])
+    depths = range(min(count, MAX_CALLS - (count - MAX_CALLS) % 2), count, 2)
     fitting = (
-        depth for depth in depths if all(0 <= compiled(index, RankSizes({name: depth}, program.mesh))({}) < depth for index in stated)
+        depth
+        for depth in depths
+        if all(0 <= compiled(index, RankSizes({name: depth}, program.mesh))({}) < depth for index in constant_indices)
     )
     return next(fitting, count)
 
 
-MOST_STEPS = (16, 256, 4096)  # number of values that are tried per size; if a search fails, the next one tries more
-MOST_TRIES = 2**14  # per search
+STEPS_TO_TRY = (16, 256, 4096)  # number of values that are tried per size; if a search fails, the next one tries more
+MAX_TRIES = 2**14  # per search
 
 
-def _with_room(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
+def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
     """Sizes at which slices fit, and sums and divisors of means are positive. None if none are found. Values of each size are tried in
     steps, from the smallest."""
-    wanted = [(size, 0) for size in not_negative(program)]
-    wanted += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
-    wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
-    wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes depend on the rank
-    return next(filter(None, (_search(sizes, list(dict.fromkeys(wanted)), steps) for steps in MOST_STEPS)), None)
+    lower_bounds = [(size, 0) for size in not_negative(program)]
+    lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
+    lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
+    lower_bounds = [
+        (size, smallest) for size, smallest in lower_bounds if set(size.atoms) <= sizes.keys()
+    ]  # local sizes depend on the rank
+    return next(filter(None, (_search(sizes, list(dict.fromkeys(lower_bounds)), steps) for steps in STEPS_TO_TRY)), None)
 
 
-def _search(sizes: SizeSteps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
+def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
     # requirements by the last of their symbols in the order of `names`
-    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
-    for size, least in wanted:
+    bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
+    for size, smallest in lower_bounds:
         if size.symbols:
-            decided[max(size.symbols, key=names.index)].append((size, least))
+            bounds_of[max(size.symbols, key=names.index)].append((size, smallest))
 
     def fits(name: str) -> bool:
         try:
-            return all(size.bind(chosen) >= least for size, least in decided[name])
+            return all(size.bind(chosen) >= smallest for size, smallest in bounds_of[name])
         except ValueError:  # a sum that does not divide evenly
             return False
 
     def fit_from(at: int) -> bool:
         if at == len(names):
             return True
-        step, least = sizes[names[at]]
-        for size in range(least, least + steps * step, step) if step else (least,):
+        step, smallest = sizes[names[at]]
+        for size in range(smallest, smallest + steps * step, step) if step else (smallest,):
             chosen[names[at]] = size
-            if next(tries) <= MOST_TRIES and fits(names[at]) and fit_from(at + 1):
+            if next(tries) <= MAX_TRIES and fits(names[at]) and fit_from(at + 1):
                 return True
         return False
 
     return chosen if fit_from(0) else None
 
 
-ROOM, SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
-MOST_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
-NEAR = 64  # largest factor between a size and its minimal value
-LITTLE = 1.5  # largest factor by which enlarging a dim may increase the number of elements
+MIN_DIM, MIN_SHARD = 3, 2  # smallest number of elements of a dim, and of a shard
+MAX_ENLARGED_ELEMENTS = 2**14  # above this, a dim is enlarged only if it adds few elements
+NEAR_FACTOR = 64  # largest factor between a size and its minimal value
+MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the number of elements
 
 
 @ir.analysis
-def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tuple[dict[str, int], ...]:
+def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
     """Small sizes to check: sizes that divide evenly, sizes that do not (if the program allows them), and larger sizes at which conditions
     on sizes change.
 
-    Ignores conditions that change only at sizes more than `most_times` times the minimal ones.
+    Ignores conditions that change only at sizes more than `max_factor` times the minimal ones.
     """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
-    deciding = {name for condition in conditions for name in _decides(condition)}
-    least = _roomy(program, deciding)
-    small = (least, *_uneven(program, least))
-    times: dict[str, int] = {}  # factor relative to the minimal size
+    symbols_of_conditions = {name for condition in conditions for name in _deciding_symbols(condition)}
+    smallest = _enlarged(program, symbols_of_conditions)
+    small = (smallest, *_uneven(program, smallest))
+    factors: dict[str, int] = {}  # factor relative to the minimal size
     for condition in conditions:
-        found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
-        if larger := [name for name, factor in found.items() if 1 < factor <= most_times]:
-            name = min(larger, key=lambda name: (name not in times, found[name]))  # one symbol is enough
-            times[name] = max(times.get(name, 1), found[name])
-    if not times:
+        found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
+        if larger := [name for name, factor in found.items() if 1 < factor <= max_factor]:
+            name = min(larger, key=lambda name: (name not in factors, found[name]))  # one symbol is enough
+            factors[name] = max(factors.get(name, 1), found[name])
+    if not factors:
         return small
-    other = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
-    return (*small, *filter(None, [_with_room(program, other)]))
+    other = {name: (size, size * factors[name]) if name in factors else (0, size) for name, size in smallest.items()}
+    return (*small, *filter(None, [_fitting_sizes(program, other)]))
 
 
-def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.HostProgram | None:
-    """A variant of the program for conditions that change only at sizes more than `most_times` times the minimal ones. At small sizes, it
+def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
+    """A variant of the program for conditions that change only at sizes more than `max_factor` times the minimal ones. At small sizes, it
     runs the branches that the program runs at those large sizes. None if there is no such condition."""
-    least = RankSizes(sizes_to_check(program, most_times)[0], program.mesh)
+    smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
         condition = i.condition_of_body
-        found = [_times_until_other(condition, name, least) for name in _decides(condition)] if condition else []
-        is_far = min((factor for factor in found if factor > 1), default=1) > most_times
+        found = [_factor_until_change(condition, name, smallest) for name in _deciding_symbols(condition)] if condition else []
+        is_far = min((factor for factor in found if factor > 1), default=1) > max_factor
         return tree.with_expressions(i, lambda expr: Binary("==", expr, Const(0))) if is_far else None
 
     functions = tuple(replace(function, body=tree.rewrite(function.body, other)) for function in program.functions)
@@ -165,36 +169,36 @@ def with_far_branches(program: ir.HostProgram, most_times: int = NEAR) -> ir.Hos
     return changed if changed != program else None
 
 
-def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
+def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
     """Minimal sizes, enlarged where no loop iterates over them, so that a mistake inside a shard shows."""
-    least = minimal_sizes(program)
-    walked = {name for count in trip_counts(program) for name in count.factors}
-    steps: SizeSteps = {name: (0, size) for name, size in least.items()}
-    elements = _elements(program, least)
-    for name, size in least.items():
-        if name in walked or name in kept:
+    smallest = minimal_sizes(program)
+    trip_symbols = {name for count in trip_counts(program) for name in count.factors}
+    steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
+    elements = _elements(program, smallest)
+    for name, size in smallest.items():
+        if name in trip_symbols or name in kept:
             continue
-        larger = steps | {name: (size, size * max(SHARD if size > 2 else 1, -(-ROOM // size)))}
+        larger = steps | {name: (size, size * max(MIN_SHARD if size > 2 else 1, -(-MIN_DIM // size)))}
         more = _elements(program, {name: at for name, (_, at) in larger.items()})
-        if more <= max(MOST_ELEMENTS, LITTLE * elements):
+        if more <= max(MAX_ENLARGED_ELEMENTS, MAX_GROWTH * elements):
             steps, elements = larger, more
-    return _with_room(program, steps) or least
+    return _fitting_sizes(program, steps) or smallest
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
     """Number of elements of all buffers of a rank. Approximate if sizes do not divide evenly."""
     known = RankSizes(sizes, program.mesh)
-    return sum(prod(_about(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
+    return sum(prod(_approximate_value(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
 
 
-def _about(size: Size, sizes: RankSizes) -> float:
+def _approximate_value(size: Size, sizes: RankSizes) -> float:
     try:
         return size.bind(sizes)
     except ValueError:
         return (size * size.divisor).bind(sizes) / size.divisor
 
 
-def _decides(condition: Expr) -> list[str]:
+def _deciding_symbols(condition: Expr) -> list[str]:
     """The symbols of a condition that depends only on sizes. Empty for other conditions."""
     found = leaves(condition)
     sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
@@ -202,16 +206,16 @@ def _decides(condition: Expr) -> list[str]:
     return [name for size in sizes for name in Size(1, (size,)).symbols] if is_of_sizes else []
 
 
-def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
+def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int:
     """Factor by which a size must grow for the condition to change. 1 if it never changes."""
 
-    def holds(times: int) -> int:
-        return compiled(condition, RankSizes({**least, name: least[name] * times}, least.mesh))({})
+    def holds(factors: int) -> int:
+        return compiled(condition, RankSizes({**smallest, name: smallest[name] * factors}, smallest.mesh))({})
 
-    return next((times for times in POWERS if holds(times) != holds(1)), 1)
+    return next((factors for factors in POWERS_OF_TWO if holds(factors) != holds(1)), 1)
 
 
-def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
+def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for symbols that may not divide evenly.
 
     All sizes differ, because the transpose of a square would look like its inverse. Some rank has two elements of each dim, because the sum
@@ -231,14 +235,14 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
         if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag, all shards are equal
             steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
     uneven: SizeSteps = {}
-    for name, size in least.items():
+    for name, size in smallest.items():
         step = steps.get(name, 0)
-        taken, shared_by = {other for _, other in uneven.values()}, ranks.get(name, 1)
+        used, shared_by = {other for _, other in uneven.values()}, ranks.get(name, 1)
         larger = size
-        while step and (larger == size or larger <= shared_by or larger in taken):
+        while step and (larger == size or larger <= shared_by or larger in used):
             larger += step
         uneven[name] = (step, larger)
-    return (_with_room(program, uneven) or dict(least),)
+    return (_fitting_sizes(program, uneven) or dict(smallest),)
 
 
 def all_sizes(program: ir.HostProgram) -> Iterator[Size]:

@@ -13,7 +13,7 @@ from hostweave.analysis.live_ranges import Begin, CallEvent, End, JoinEvent, Mem
 from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import NATIVE
 from hostweave.check.run import size_of
-from hostweave.check.sizes import usual_sizes
+from hostweave.check.sizes import default_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.mesh import Mesh, RankSizes, Sizes
@@ -198,7 +198,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-    bound = usual_sizes(program, sizes)
+    bound = default_sizes(program, sizes)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     title = f"memory of @{program.name}" + (f" at {at}" if at else "")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from hostweave.base.errors import Location
-from hostweave.check.sizes import usual_sizes
+from hostweave.check.sizes import default_sizes
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops.attributes import DEPTH
 from hostweave.host_ir import ir, tree
@@ -21,7 +21,7 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
 
     Gathers that the user requested by `hw.reshard` or `.stream` are not reported. A copy is reported if a communication cannot use a view.
     """
-    bound = RankSizes(usual_sizes(host, sizes), host.mesh)
+    bound = RankSizes(default_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []

@@ -144,7 +144,7 @@ class Channel:
         return self.mesh.size_of(self.axes)
 
     @property
-    def takes_turns(self) -> bool:
+    def may_be_serialised(self) -> bool:
         """True if, on one device, its communications must not overlap with those of another channel for which this is True."""
         return self.size > 1 and self.transport.holds_multiprocessors
 

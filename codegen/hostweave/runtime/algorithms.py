@@ -10,21 +10,21 @@ from hostweave.base.forks import renewed
 from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
-_MOST = 10_000  # maximum number of problems in the cache, about 2 MB
+_MAX_PROBLEMS = 10_000  # maximum number of problems in the cache, about 2 MB
 
-_keeping = renewed(threading.Lock())  # ranks may be threads of this process
+_save_lock = renewed(threading.Lock())  # ranks may be threads of this process
 
 Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
-class Measured:
+class MeasuredAlgorithms:
     """Algorithms that this process knows, for devices with the same name."""
 
     def __init__(self, module: ModuleType, device: str):
         """Loads the algorithms that earlier processes measured."""
         self._module = module
         self._entry = name_of("algorithms", device, str(module.blas_version()))
-        self._take(self._kept())
+        self._use(self._saved())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
         """Makes all ranks use the same algorithms. For each problem, the algorithm of the lowest rank that has measured it is used.
@@ -32,23 +32,23 @@ class Measured:
         `gather` sends a record of this rank, and returns the records of all ranks, indexed by rank.
         """
         for record in reversed(gather(json.dumps(self._known()))):
-            self._take(json.loads(record))
+            self._use(json.loads(record))
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Writes new algorithms to the cache."""
-        with _keeping:
-            kept, known = self._kept(), self._known()
-            if new := {problem: algorithm for problem, algorithm in known.items() if kept.get(problem) != algorithm}:
-                every = list({**kept, **new}.items())[-_MOST:]
-                replace(self._entry, lambda folder: (folder / _FILE).write_text(json.dumps(dict(every))))
+        with _save_lock:
+            saved, known = self._saved(), self._known()
+            if new := {problem: algorithm for problem, algorithm in known.items() if saved.get(problem) != algorithm}:
+                merged = list({**saved, **new}.items())[-_MAX_PROBLEMS:]
+                replace(self._entry, lambda folder: (folder / _FILE).write_text(json.dumps(dict(merged))))
 
     def _known(self) -> Algorithms:
         return {problem: algorithm.hex() for problem, algorithm in self._module.measured_algorithms().items()}
 
-    def _take(self, algorithms: Mapping[str, str]) -> None:
+    def _use(self, algorithms: Mapping[str, str]) -> None:
         self._module.set_measured_algorithms({problem: bytes.fromhex(algorithm) for problem, algorithm in algorithms.items()})
 
-    def _kept(self) -> Algorithms:
+    def _saved(self) -> Algorithms:
         with contextlib.suppress(FileNotFoundError):  # another process is rewriting it
             if folder := lookup(self._entry):
                 return dict(json.loads((folder / _FILE).read_text()))

@@ -15,7 +15,7 @@ from hostweave.types.tensor import Shape, TensorType, block_of, holds
 from hostweave.types.zigzag import Zigzag
 
 
-def in_order(
+def ordered_inputs(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
     """Returns the inputs of a call in the order of the parameters, from positional and named arguments. Bound inputs are not included.
@@ -30,11 +30,11 @@ def in_order(
 
     if len(given) > len(names):
         raise ArgumentError(f"{program}: {len(given)} positional arrays for {len(names)} inputs; {signature()}")
-    if twice := [name for name in named if name in arrays]:
-        raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; omit one of them")
+    if duplicates := [name for name in named if name in arrays]:
+        raise ArgumentError(f"{program}: argument {duplicates[0]} is given by position and by name; omit one of them")
     arrays |= named
-    if again := [name for name in named if name in bound]:
-        raise ArgumentError(f"{program}: argument {again[0]} is bound; omit it, or call the program without this binding")
+    if already_bound := [name for name in named if name in bound]:
+        raise ArgumentError(f"{program}: argument {already_bound[0]} is bound; omit it, or call the program without this binding")
     if unknown := [name for name in named if name not in names]:
         raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature()}")
     if missing := [name for name in names if name not in arrays]:
@@ -42,7 +42,7 @@ def in_order(
     return tuple(arrays[name] for name in names)
 
 
-def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
+def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
     """Raises ArgumentError if the number of arrays differs from the number of inputs."""
     if len(arrays) != len(parameters):
         signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
@@ -93,18 +93,18 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
         why = f"expected {type_}, and DTensor placements cannot express zigzag order"
         raise ArgumentError(f"{program}: {name}: {why}; pass a tensor of this rank's two pieces")
     sizes = dict(type_.mesh_in(mesh).axes)
-    others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
-    if not axes or others:
+    mismatched_axes = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
+    if not axes or mismatched_axes:
         found = ", ".join(f"{axis}={size}" for axis, size in zip(axes, array.device_mesh.shape, strict=False)) or "dims without names"
         raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; rename the mesh dims")
-    placed: list[tuple[str, ...]] = [() for _ in array.shape]
+    axes_by_dim: list[tuple[str, ...]] = [() for _ in array.shape]
     for axis, placement in zip(axes, placements, strict=True):
         if placement.is_shard() and sizes.get(axis, 1) > 1:
-            placed[placement.dim] += (axis,)
-    stated = [tuple(axis for axis in dim.axes if sizes[axis] > 1) for dim in type_.dims]
-    if any(placement.is_partial() for placement in placements) or placed != stated:
-        of_axis = {axis: dim for dim, of in enumerate(type_.dims) for axis in of.axes}
-        wanted = ", ".join(f"Shard({of_axis[axis]})" if axis in of_axis else "Replicate()" for axis in axes)
+            axes_by_dim[placement.dim] += (axis,)
+    expected_axes = [tuple(axis for axis in dim.axes if sizes[axis] > 1) for dim in type_.dims]
+    if any(placement.is_partial() for placement in placements) or axes_by_dim != expected_axes:
+        dim_of_axis = {axis: dim for dim, of in enumerate(type_.dims) for axis in of.axes}
+        wanted = ", ".join(f"Shard({dim_of_axis[axis]})" if axis in dim_of_axis else "Replicate()" for axis in axes)
         got = f"got a DTensor placed as [{', '.join(map(repr, placements))}]"
         raise ArgumentError(f"{program}: {name}: expected {type_}, {got}; call .redistribute(placements=[{wanted}])")
     return array.to_local()
@@ -119,13 +119,13 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 # --- bound inputs: a program with bound inputs takes only the others --------------------------------------------------
 
 
-class Bound:
+class BoundInputs:
     """Bound arrays of a program by name, and the inputs that its calls still take.
 
     The checks here need neither the other inputs nor the rank's device. The first call makes the remaining checks.
     """
 
-    def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: Bound | None = None):
+    def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
         """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.arguments}
@@ -142,7 +142,7 @@ class Bound:
             library, accepted = accept(f"{host.name}: bind", target, name, types[name], array)
             _check_sizes(where, types[name], host.mesh, tuple(accepted.shape))
             self.arrays[name] = library, accepted
-        self.free: tuple[Parameter, ...] = tuple(parameter for parameter in host.arguments if parameter.name not in self.arrays)
+        self.unbound: tuple[Parameter, ...] = tuple(parameter for parameter in host.arguments if parameter.name not in self.arrays)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(array.shape) for name, (_, array) in self.arrays.items()}
@@ -152,15 +152,18 @@ class Bound:
         """Blocks of the bound arrays on every rank, if the arrays are global: a dict from name to block for each rank."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         ranks = range(self._host.mesh.size)
-        return [{name: block(*held, types[name], self._host.mesh, rank) for name, held in self.arrays.items()} for rank in ranks]
+        return [
+            {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
+            for rank in ranks
+        ]
 
 
 def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
     """Returns a rank's block of a global array."""
     if not holds(type_, mesh, rank):
         return ArrayView(tuple(array.shape))
-    own = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
-    return view(library, library.contiguous(own), type_.dtype, tuple(array.shape))
+    block_of_rank = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
+    return view(library, library.contiguous(block_of_rank), type_.dtype, tuple(array.shape))
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
@@ -169,8 +172,8 @@ def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> Non
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:
             continue
-        whole, ranks = dim.size.bind({}), mesh.size_of(dim.axes)
-        of_ranks = {len(local_range(whole, ranks, rank)) for rank in range(ranks)}
-        if size != whole and size not in of_ranks:
-            wanted = f"{whole}" + (f", or {' or '.join(map(str, sorted(of_ranks)))} on a rank" if ranks > 1 else "")
+        global_size, ranks = dim.size.bind({}), mesh.size_of(dim.axes)
+        local_sizes = {len(local_range(global_size, ranks, rank)) for rank in range(ranks)}
+        if size != global_size and size not in local_sizes:
+            wanted = f"{global_size}" + (f", or {' or '.join(map(str, sorted(local_sizes)))} on a rank" if ranks > 1 else "")
             raise SizeError(f"{where}: dim {index} is {size}; it must be {wanted}; pass an array of type {type_}")

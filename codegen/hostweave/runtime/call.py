@@ -9,7 +9,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.host_ir.size_requirements import expect_divided
-from hostweave.runtime.arguments import Bound, accept, block, expect_writable, in_order
+from hostweave.runtime.arguments import BoundInputs, accept, block, expect_writable, ordered_inputs
 from hostweave.runtime.arrays import Array, ArrayLibrary, ArrayView, view
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
@@ -43,7 +43,7 @@ class GlobalCall:
         """Shapes of the global inputs."""
         return [view.global_shape for view in self.inputs[0]]
 
-    def places(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    def memory_blocks(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Address, size in bytes and device of each input and of each output of a rank."""
         inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
         return inputs, outputs
@@ -57,7 +57,7 @@ class GlobalCall:
     def local_results(self) -> list[Any]:
         """Local output, or tuple of outputs, of every rank. An output that a rank does not have is None."""
         return [
-            _bare(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
+            _unwrapped(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
             for rank in self.outputs
         ]
 
@@ -66,9 +66,9 @@ class GlobalCall:
 
         A replicated output is copied from one rank. An output that reuses a donated input is that input's array.
         """
-        return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
+        return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
 
-    def hand_back(self) -> None:
+    def copy_to_donated(self) -> None:
         """Copies results into the arrays that were donated for them."""
         for i, parameter in enumerate(self.program.results):
             if parameter.memory:
@@ -92,34 +92,37 @@ class GlobalCall:
         return to.given if fits else to.library.give(result)
 
 
-def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
+def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
     """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
     Raises ArgumentError with the names of program and argument if an array is missing or unknown. Also raises it if the dtype, number of
     dims, device or size does not fit the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide the sizes.
     """
     expected = {p.name: p.type for p in program.arguments}
-    arrays = in_order(program.name, bound.free, bound.arrays, given, named)
-    taken = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.free, arrays, strict=True)}
-    shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
+    arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)
+    new_arrays = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.unbound, arrays, strict=True)}
+    shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in new_arrays.items()}}
     expect_divided(program, [shapes[name] for name in expected])
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
-    of_outputs = [_shape_of_output(program, parameter, sizes) for parameter in program.results]
-    accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}
-    first = next(iter(taken or bound.arrays))
+    output_shapes = [_shape_of_output(program, parameter, sizes) for parameter in program.results]
+    accepted, given_by_name = {**bound.arrays, **new_arrays}, {p.name: array for p, array in zip(bound.unbound, arrays, strict=True)}
+    first = next(iter(new_arrays or bound.arrays))
     _expect_separate(program, {p.memory: accepted[p.memory] for p in program.results if p.memory})
     results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.results)
     ranks = range(program.mesh.size)
-    own = ({name: block(*one, expected[name], program.mesh, rank) for name, one in taken.items()} for rank in ranks)
+    own = (
+        {name: block(*library_and_array, expected[name], program.mesh, rank) for name, library_and_array in new_arrays.items()}
+        for rank in ranks
+    )
     blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
     inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
-        tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.results, results, of_outputs, strict=True))
+        tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.results, results, output_shapes, strict=True))
         for rank in ranks
     )
-    places = {(type(one), one.device(array)): one for one, array in accepted.values()}
-    for (_, on), used in places.items():
-        used.wait(on)
+    devices = {(type(library), library.device(array)): library for library, array in accepted.values()}
+    for (_, device), library in devices.items():
+        library.wait(device)
     for to in results:
         for rank in ranks if to.device != CPU_DEVICE else ():
             to.library.wait(rank)
@@ -162,5 +165,5 @@ def _local(to: GlobalResult, type_: TensorType, mesh: Mesh, rank: int, shape: Sh
     return view(to.library, to.library.empty(block_shape(type_, mesh, rank, shape), type_.dtype, device), type_.dtype, shape)
 
 
-def _bare(results: tuple[Array, ...]) -> Any:
+def _unwrapped(results: tuple[Array, ...]) -> Any:
     return results[0] if len(results) == 1 else results

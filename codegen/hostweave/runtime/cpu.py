@@ -59,8 +59,8 @@ def seeded(
     """
     if picker not in PICKERS:
         raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
-    knobs = (-1 if knob is None else int(knob) for knob in (ordered_launches, buffered_sends, check_dependencies))
-    return _using(CpuSchedule(True, seed, PICKERS.index(picker), *knobs))
+    flags = (-1 if flag is None else int(flag) for flag in (ordered_launches, buffered_sends, check_dependencies))
+    return _use_schedule(CpuSchedule(True, seed, PICKERS.index(picker), *flags))
 
 
 def parallel(
@@ -70,14 +70,14 @@ def parallel(
 
     `timeout_seconds` applies to both targets. If no rank makes progress for that long, `run` and similar calls raise with a report.
     """
-    return _using(
+    return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)
     )
 
 
 @contextmanager
-def _using(wanted: CpuSchedule) -> Iterator[None]:
-    token = _schedule.set(wanted)
+def _use_schedule(new_schedule: CpuSchedule) -> Iterator[None]:
+    token = _schedule.set(new_schedule)
     try:
         yield
     finally:

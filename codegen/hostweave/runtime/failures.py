@@ -12,16 +12,16 @@ from typing import Any, Protocol
 
 from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.interrupts import interruptibly, within
+from hostweave.runtime.exchange import Exchange, StoreExchange, other_call
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.meeting import Meeting, StoreMeeting, other_call
-from hostweave.runtime.standstill import Stand, describe, from_note, say, to_note
+from hostweave.runtime.standstill import RankPosition, describe, from_json, print_report, to_json
 from hostweave.runtime.stores import StoreClosed
 from hostweave.types.tensor import Shape
 
-ABORTING = 15.0  # maximum seconds for an abort
-TELLING = 1.0  # maximum seconds for the store to accept a message
-_ANSWER = 1.0  # maximum seconds for the other ranks to report their positions
-_STORE = 10.0  # maximum seconds for the store to answer whether the group has failed
+ABORT_TIMEOUT = 15.0  # maximum seconds for an abort
+SEND_TIMEOUT = 1.0  # maximum seconds for the store to accept a message
+_POSITIONS_TIMEOUT = 1.0  # maximum seconds for the other ranks to report their positions
+_STORE_TIMEOUT = 10.0  # maximum seconds for the store to answer whether the group has failed
 
 
 class CalledProgram(Protocol):
@@ -29,11 +29,11 @@ class CalledProgram(Protocol):
 
     @property
     def progress(self) -> tuple[str, int, int, float]: ...
-    def stand(self) -> Stand: ...
+    def position(self) -> RankPosition: ...
     def close(self) -> None: ...
 
 
-class BegunCalls(Protocol):
+class StartedCalls(Protocol):
     """Sizes of the calls of a program that this rank has made. LastSizes implements it."""
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None: ...
@@ -46,7 +46,7 @@ class FallibleGroup:
 
     def __init__(self, name: str, rank: int, count: int, call_timeout: float):
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
-        self.meeting = Meeting(rank, count)
+        self.exchange = Exchange(rank, count)
         self.members: dict[str, Any] = {}  # target -> this rank on its device
         self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()  # programs called in this group
         self.compared_calls = 0  # number of calls whose sizes the ranks compare
@@ -55,9 +55,9 @@ class FallibleGroup:
         self._failure: str | None = None
         self._aborted = threading.Event()  # set when the abort after a failure is done
         self._calls = 0  # number of calls that this rank has made; all ranks make the same calls
-        self._waits_on_board = False  # True while this rank waits at the board for late ranks
+        self._waits_at_barrier = False  # True while this rank waits at the barrier for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, BegunCalls] = weakref.WeakValueDictionary()  # keyed by the number from `number`
+        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # keyed by the number from `number`
 
     @property
     def failure(self) -> str | None:
@@ -67,7 +67,7 @@ class FallibleGroup:
     def expect_working(self) -> None:
         if reason := self.failure:
             if self._failure:
-                self._aborted.wait(ABORTING)
+                self._aborted.wait(ABORT_TIMEOUT)
             state = f"has failed and cannot be reused: {reason}" if self._failure else "is closed"
             raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
 
@@ -80,11 +80,11 @@ class FallibleGroup:
             self.fail(f"rank {self.rank}: {reason_of(error)}")
             raise
 
-    def _told(self) -> str | None:
+    def _known_failure(self) -> str | None:
         """Reason why the group has failed: the report of some rank, or a store that does not answer. None if it has not failed."""
-        failure = self.meeting.failure
+        failure = self.exchange.failure
         try:
-            return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
+            return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
         except StoreClosed:  # rank 0 has ended normally, so all calls of the group are done
             return None
         except TimeoutError:
@@ -97,33 +97,33 @@ class FallibleGroup:
 
         def fail() -> None:
             if not self._failure:  # otherwise the other ranks know it already
-                self._tell(lambda: self._say_why(reason))
-            self.give_up(reason)
+                self._send(lambda: self._report_failure(reason))
+            self.abort(reason)
 
         interruptibly(fail)
 
-    def _say_why(self, reason: str) -> None:
-        self.meeting.note(to_note(self.stands()))  # before the failure is reported, because an abort erases positions
-        self.meeting.fail(reason)
+    def _report_failure(self, reason: str) -> None:
+        self.exchange.publish_position(to_json(self.positions()))  # before the failure is reported, because an abort erases positions
+        self.exchange.fail(reason)
 
     def interrupted(self, reason: str) -> None:
         """Aborts, for example after Ctrl-C, and prints a report on stderr."""
         if not self._failure:
-            say(report := self.report(f"rank {self.rank}: {reason}"))
-            self.give_up(report)
+            print_report(report := self.report(f"rank {self.rank}: {reason}"))
+            self.abort(report)
 
-    def _tell(self, tell: Callable[[], None]) -> None:
+    def _send(self, send: Callable[[], None]) -> None:
         """Sends a message to the other ranks. Errors of the store are ignored."""
         with contextlib.suppress(ExecutionError, TimeoutError):
-            within(TELLING, tell)
+            within(SEND_TIMEOUT, send)
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Aborts all waits for other ranks. Programs can no longer be called in this group. Other groups may use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
         if not is_first:
-            self._aborted.wait(ABORTING)
+            self._aborted.wait(ABORT_TIMEOUT)
             return
         try:
             with contextlib.nullcontext() if native_calls.ending else native_calls:
@@ -140,17 +140,17 @@ class FallibleGroup:
                 return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
         return None
 
-    def deserted(self) -> str | None:
+    def left_early(self) -> str | None:
         """Message that a call can never finish because another rank left without making it, or None."""
-        call = self._calls + self._waits_on_board
+        call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
-        for rank, calls in self.meeting.left().items():
+        for rank, calls in self.exchange.left().items():
             if calls < call:
                 return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
         return None
 
-    def number(self, sizes: BegunCalls) -> int:
+    def number(self, sizes: StartedCalls) -> int:
         """Assigns a number to the sizes of a program. Other ranks refer to these sizes by it."""
         number = next(self._numbers)
         self._sizes[number] = sizes
@@ -159,13 +159,13 @@ class FallibleGroup:
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
         """Tells the watchdogs of the other ranks that this rank joins the next exchange. `sizes` are those of a call that it compares."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
-            self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
+            self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
         """Message that this rank has begun a call although another rank waits for it in an exchange before that call. None otherwise."""
-        if (announced := self.meeting.announced()) is None:
+        if (announced := self.exchange.announced()) is None:
             return None
-        meeting, text = announced
+        exchange_number, text = announced
         rank, calls, number, call, given = json.loads(text)
         if rank == self.rank:
             return None
@@ -173,23 +173,24 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        return difference if self.meeting.number < meeting else None  # read last: a rank joins the exchange before it begins the call
+        # read last: a rank joins the exchange before it begins the call
+        return difference if self.exchange.number < exchange_number else None
 
-    def stands(self) -> list[Stand]:
+    def positions(self) -> list[RankPosition]:
         """Position of this rank in each program that was called in the group."""
-        return [program.stand() for program in list(self.programs.values())]
+        return [program.position() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
         """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
 
-        def notes() -> list[str | None]:
-            self.meeting.note(to_note(self.stands()))
-            self.meeting.fail(reason)
-            return self.meeting.notes(_ANSWER)
+        def positions() -> list[str | None]:
+            self.exchange.publish_position(to_json(self.positions()))
+            self.exchange.fail(reason)
+            return self.exchange.gather_positions(_POSITIONS_TIMEOUT)
 
         lines = [f"group {self.name!r}: {reason}"]
         try:
-            lines += describe([from_note(note) if note else None for note in within(_ANSWER + TELLING, notes)])
+            lines += describe([from_json(text) if text else None for text in within(_POSITIONS_TIMEOUT + SEND_TIMEOUT, positions)])
         except TimeoutError:
             lines.append("  the store in the process of rank 0 does not answer")
         except Exception as error:  # whatever the exception is, the channels still have to be aborted

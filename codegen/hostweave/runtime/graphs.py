@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 
-MOST_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
+MAX_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
 CALLS_PER_NEW_ARRAY = 8  # calls become graphs if at most one in so many calls has new arrays
 
 
@@ -23,27 +23,27 @@ class CommonGraphs:
 
     def __init__(self) -> None:
         self.agreed = False
-        self._calls, self._meets_after = 0, 2
-        self._before = 1, 1  # (calls, calls with new arrays) at the last vote; the first call always has new arrays
+        self._calls, self._votes_after = 0, 2
+        self._at_last_vote = 1, 1  # (calls, calls with new arrays) at the last vote; the first call always has new arrays
 
     @property
     def is_due(self) -> bool:
-        return self._calls >= self._meets_after
+        return self._calls >= self._votes_after
 
     def count(self) -> None:
         """Counts a call. All ranks make the same calls."""
         self._calls += 1
 
-    def wants(self, unseen: int) -> bool:
+    def vote(self, unseen: int) -> bool:
         """Vote of this rank. `unseen` is the number of its calls so far that had new arrays."""
-        calls, new = self._calls - self._before[0], unseen - self._before[1]
+        calls, new = self._calls - self._at_last_vote[0], unseen - self._at_last_vote[1]
         return new * CALLS_PER_NEW_ARRAY <= calls
 
-    def decide(self, wanted: Sequence[bool], unseen: int) -> None:
+    def decide(self, votes: Sequence[bool], unseen: int) -> None:
         """Decides by the votes of all ranks."""
-        self.agreed = all(wanted)
-        self._before = self._calls, unseen
-        self._meets_after = self._calls + min(self._calls, MOST_CALLS_BETWEEN_VOTES)
+        self.agreed = all(votes)
+        self._at_last_vote = self._calls, unseen
+        self._votes_after = self._calls + min(self._calls, MAX_CALLS_BETWEEN_VOTES)
 
 
 class Captured:
@@ -60,18 +60,18 @@ class Captured:
         self.launch = launch  # takes a stream or None
         self._inputs = inputs  # keeps the memory that the graph reads alive
         self._outputs = outputs
-        self._turn = threading.RLock()
-        self._turns = 0  # nesting depth of `with` in the current thread
+        self._launch_lock = threading.RLock()
+        self._depth = 0  # nesting depth of `with` in the current thread
         self._last: tuple[threading.Thread, bool] | None = None  # (thread of the last launch, True if the launch was inside `with`)
 
     def __enter__(self) -> Captured:
-        self._turn.acquire()
-        self._turns += 1
+        self._launch_lock.acquire()
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._turns -= 1
-        self._turn.release()
+        self._depth -= 1
+        self._launch_lock.release()
 
     @property
     def outputs(self) -> Any:
@@ -88,13 +88,13 @@ class Captured:
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays; write new values into the captured arrays")
-        with self._turn:
-            by, by_turns = threading.current_thread(), self._turns > 0
-            if self._last and self._last[0] is not by and self._last[0].is_alive() and not (by_turns and self._last[1]):
+        with self._launch_lock:
+            thread, is_exclusive = threading.current_thread(), self._depth > 0
+            if self._last and self._last[0] is not thread and self._last[0].is_alive() and not (is_exclusive and self._last[1]):
                 raise ExecutionError(
                     "several threads launch this captured call, but share its arrays; put each call, and the use "
                     "of its arrays, inside `with step:`, or capture one call for each thread"
                 )
-            self._last = by, by_turns
+            self._last = thread, is_exclusive
             self.launch(stream)
             return self._outputs()

@@ -22,17 +22,17 @@ from hostweave.base.forks import renewed
 from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked
-from hostweave.runtime.board import Board
-from hostweave.runtime.failures import TELLING, BegunCalls, FallibleGroup
+from hostweave.runtime.exchange import CallSignature, Exchange, Failed, PeerLost, StoreExchange, ThreadExchange, disagreement
+from hostweave.runtime.failures import SEND_TIMEOUT, FallibleGroup, StartedCalls
+from hostweave.runtime.host_barrier import HostBarrier
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
-from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
-from hostweave.runtime.standstill import marks_graphs, to_note
+from hostweave.runtime.standstill import marks_graphs, to_json
 from hostweave.runtime.stores import Store, TcpStore
-from hostweave.runtime.watchdog import Watch
-from hostweave.runtime.windows import Windows, built, checked_shape
+from hostweave.runtime.watchdog import Watchdog
+from hostweave.runtime.windows import Windows, checked_shape, memory_module
 from hostweave.targets.target import Target, find_target
 from hostweave.types.tensor import DType
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
-_MOST_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
+_MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 
 
 class _Thread(threading.local):
@@ -51,7 +51,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _process_groups: dict[str, Group] = {}
-_making = renewed(threading.Lock())
+_init_lock = renewed(threading.Lock())
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -86,37 +86,37 @@ def init(
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; pass a number such as 60")
-    timeout, call_timeout = min(timeout, _MOST_SECONDS), min(call_timeout, _MOST_SECONDS)
-    present = current(group)
-    if present and not present.failure and provider is None:
-        return present
+    timeout, call_timeout = min(timeout, _MAX_SECONDS), min(call_timeout, _MAX_SECONDS)
+    existing = current(group)
+    if existing and not existing.failure and provider is None:
+        return existing
     provider = default_provider() if provider is None else provider
     threads = isinstance(provider, Threads)
-    with contextlib.nullcontext() if threads else _making:
+    with contextlib.nullcontext() if threads else _init_lock:
         rank, count = provider.rank_and_count(group)
         if not isinstance(rank, int) or not isinstance(count, int) or not 0 <= rank < count:
             why = f"the provider returned rank {rank!r} of {count!r}"
             raise ArgumentError(f"hw.init: {why}; a rank must be an int from 0 to the number of ranks minus 1")
-        present = current(group)
-        if present and not present.failure:
-            if (present.rank, present.count) == (rank, count):
-                return present
+        existing = current(group)
+        if existing and not existing.failure:
+            if (existing.rank, existing.count) == (rank, count):
+                return existing
             raise ArgumentError(
-                f"hw.init: group {group!r} exists already, with this process as rank {present.rank} of {present.count}, "
+                f"hw.init: group {group!r} exists already, with this process as rank {existing.rank} of {existing.count}, "
                 f"not rank {rank} of {count}; close it first, or use another name"
             )
-        if present:
-            present.close()
-        made = Group(provider, group, rank, count, timeout, call_timeout, device)
-        (_thread.groups if threads else _process_groups)[group] = made
-        return made
+        if existing:
+            existing.close()
+        created = Group(provider, group, rank, count, timeout, call_timeout, device)
+        (_thread.groups if threads else _process_groups)[group] = created
+        return created
 
 
 def current(group: str = "default") -> Group | None:
     """Returns the group with that name that this thread or this process has joined, or None."""
     for joined in (_thread.groups, _process_groups):
-        if (one := joined.get(group)) and not one.closed:
-            return one
+        if (joined_group := joined.get(group)) and not joined_group.closed:
+            return joined_group
     return None
 
 
@@ -138,21 +138,21 @@ class Group(FallibleGroup):
         timeout: float,
         call_timeout: float,
         device: int | None,
-        is_watched: bool = True,
+        has_watchdog: bool = True,
     ):
         """If the group is not watched, its creator has to notice hangs and failures of other ranks."""
         super().__init__(name, rank, count, call_timeout)
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
-        self._device, self._provider, self._is_watched = device, provider, is_watched
+        self._device, self._provider, self._has_watchdog = device, provider, has_watchdog
         self._parts: list[Group] = []  # groups that were split from this one; they are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
-        self._watches: list[Watch] = []
+        self._watchdogs: list[Watchdog] = []
         self.windows = Windows()
-        self.board: tuple[Board | None] | None = None  # None before it is created; (None,) if that is impossible
+        self.barrier: tuple[HostBarrier | None] | None = None  # None before it is created; (None,) if that is impossible
         # Keyed by an object that all variants of a program share.
-        self.last_sizes: weakref.WeakKeyDictionary[object, BegunCalls] = weakref.WeakKeyDictionary()
+        self.last_sizes: weakref.WeakKeyDictionary[object, StartedCalls] = weakref.WeakKeyDictionary()
         self.calling = threading.RLock()  # held by the thread that makes a call on this rank
         self._store: Store | None = None
         self._world: World | None = None
@@ -163,7 +163,7 @@ class Group(FallibleGroup):
             except BaseException:
                 self._close_store()
                 raise
-            self.meeting = self._seat(provider, store, self._world)
+            self.exchange = self._create_exchange(provider, store, self._world)
         self.local_rank = self._find_local_rank(provider)
         _all.add(self)
 
@@ -171,9 +171,9 @@ class Group(FallibleGroup):
         return f"<hostweave group {self.name!r}, rank {self.rank} of {self.count}>"
 
     @property
-    def can_meet(self) -> bool:
+    def can_exchange(self) -> bool:
         """True if ranks can exchange messages. False if the application provides only communicators (`hw.Communicators`)."""
-        return type(self.meeting) is not Meeting
+        return type(self.exchange) is not Exchange
 
     @property
     def hosts(self) -> int:
@@ -182,8 +182,8 @@ class Group(FallibleGroup):
 
     def check(self) -> None:
         """Raises ExecutionError if the group has failed. CUDA calls only enqueue work, so call it after waiting for the stream."""
-        if not self._failure and (reason := self._told()):
-            self.give_up(reason)
+        if not self._failure and (reason := self._known_failure()):
+            self.abort(reason)
         self.expect_working()
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
@@ -210,13 +210,13 @@ class Group(FallibleGroup):
         if color is None:
             return None
         given = [json.loads(signature.bound) for signature in signatures]
-        ranks = [rank for _, rank in sorted((its_key, rank) for rank, (its_color, its_key) in enumerate(given) if its_color == color)]
+        ranks = [rank for _, rank in sorted((order, rank) for rank, (chosen, order) in enumerate(given) if chosen == color)]
         name, provider = f"{self.name}/{self._splits}/{color}", self._provider
         part = provider.part(name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
-        made = Group(part, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
-        made.local_rank = self.local_rank
-        self._parts.append(made)
-        return made
+        created = Group(part, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
+        created.local_rank = self.local_rank
+        self._parts.append(created)
+        return created
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
         """Allocates a contiguous, uninitialised array of this rank in a window. The other ranks can access that memory directly.
@@ -237,22 +237,22 @@ class Group(FallibleGroup):
         """
         shape = checked_shape(shape, dtype, target)
         on, windows = find_target(target), self.windows
-        if not self.can_meet and self.count > 1:
+        if not self.can_exchange and self.count > 1:
             raise ArgumentError("group.empty: hw.Communicators has no store; create the group by another provider")
         self.expect_working()
         what = f"group.empty of {dtype} for {target}"
-        windows.made += 1
+        windows.allocated += 1
         bytes = json.dumps(prod(shape) * dtype.itemsize)
-        told = self.agree(CallSignature(what, self.name, str(windows.made), bound=bytes), "", self.timeout)
+        signatures = self.agree(CallSignature(what, self.name, str(windows.allocated), bound=bytes), "", self.timeout)
         if self.hosts > 1:
             raise ExecutionError(f"{what}: the ranks are on {self.hosts} hosts, but shared memory needs one host; pass ordinary arrays")
-        module = interruptibly(lambda: built(target))
+        module = interruptibly(lambda: memory_module(target))
         member = self.member(module, on)
         if target not in windows.connected:
             if why := self.connect_all(member, module, target):
                 raise ExecutionError(f"{what}: {why.partition(';')[0]}; pass ordinary arrays, which programs copy")
             windows.connected.add(target)
-        size = max(json.loads(signature.bound) for signature in told)
+        size = max(json.loads(signature.bound) for signature in signatures)
         memory = self.run_and_wait(what, member, lambda: module.GroupMemory(member, size))
         return windows.array(memory, module, size, shape, dtype, on.device_of_arrays(member))
 
@@ -262,19 +262,19 @@ class Group(FallibleGroup):
             if self.closed:
                 return
             self.closed = True
-            self._tell(self._say_goodbye)  # first, because freeing a channel may wait for other ranks
+            self._send(self._announce_leaving)  # first, because freeing a channel may wait for other ranks
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
                 program.close()
             self.members.clear()
-            for watch in self._watches:
-                watch.end()
+            for watchdog in self._watchdogs:
+                watchdog.end()
             self._close_store()
 
-    def _say_goodbye(self) -> None:
-        self.meeting.note(to_note(self.stands()))
-        self.meeting.leave(self._calls)
+    def _announce_leaving(self) -> None:
+        self.exchange.publish_position(to_json(self.positions()))
+        self.exchange.leave(self._calls)
 
     def leave_to_parent(self) -> None:
         """Marks the group as unusable in a process that was forked from the rank's process."""
@@ -294,8 +294,8 @@ class Group(FallibleGroup):
                 device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
                 epoch = self._world.epoch if self._world else ""
                 self.members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
-                if self._is_watched and (target.is_asynchronous or not self.in_process):
-                    self._watches.append(Watch(self))
+                if self._has_watchdog and (target.is_asynchronous or not self.in_process):
+                    self._watchdogs.append(Watchdog(self))
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
@@ -305,11 +305,11 @@ class Group(FallibleGroup):
         times out. `waits_for` is appended to that message.
         """
         try:
-            records = self._gathered(str(signature), timeout)
+            records = self._gather(str(signature), timeout)
         except (PeerLost, Failed, TimeoutError) as failure:
-            late = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
-            self.fail(late)
-            raise ExecutionError(f"{signature.program}: {late.removesuffix(waits_for)}{waits_for}") from None
+            problem = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
+            self.fail(problem)
+            raise ExecutionError(f"{signature.program}: {problem.removesuffix(waits_for)}{waits_for}") from None
         except BaseException as interruption:
             self.fail(f"rank {self.rank}: {reason_of(interruption)}")
             raise
@@ -320,7 +320,7 @@ class Group(FallibleGroup):
             raise ExecutionError(f"{signature.program}: {difference}")
         return signatures
 
-    def same_on_board(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
+    def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
         """Returns True if all ranks pass the same value, compared in shared memory of their host. Returns None if they have no shared
         memory.
 
@@ -329,21 +329,21 @@ class Group(FallibleGroup):
         """
         deadline = time.monotonic() + self.call_timeout
         try:
-            if self.board is None:
-                self.board = self.made_board()
-            if not (board := self.board[0]):
+            if self.barrier is None:
+                self.barrier = self.make_barrier()
+            if not (barrier := self.barrier[0]):
                 return None
 
             def waits() -> None:
-                if not self._waits_on_board:
-                    self._waits_on_board = True
+                if not self._waits_at_barrier:
+                    self._waits_at_barrier = True
                     announce()
-                late = time.monotonic() > deadline and timed_out(self.call_timeout, board.missing)
-                if reason := self.failure or late:
+                problem = time.monotonic() > deadline and timed_out(self.call_timeout, barrier.missing)
+                if reason := self.failure or problem:
                     raise ExecutionError(f"{reason.removesuffix(waits_for)}{waits_for}")
 
-            same = board.agree(value, waits)
-            self.meeting.number += 1
+            same = barrier.agree(value, waits)
+            self.exchange.number += 1
             return same
         except BaseException as error:
             reason = str(error) if isinstance(error, ExecutionError) else f"rank {self.rank}: {reason_of(error)}"
@@ -352,40 +352,40 @@ class Group(FallibleGroup):
                 raise ExecutionError(f"{program}: {reason}") from None
             raise
         finally:
-            self._waits_on_board = False
+            self._waits_at_barrier = False
 
-    def made_board(self) -> tuple[Board | None]:
+    def make_barrier(self) -> tuple[HostBarrier | None]:
         """Creates the board of all ranks, or None if some rank cannot map it, for example on another host. It is collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
-        board = None
+        barrier = None
         with contextlib.suppress(OSError):
-            board = Board(self.rank, self.count) if self.rank == 0 else None
-        path = self._share_id("board", (board.path if board else "").encode() if self.rank == 0 else None).decode()
+            barrier = HostBarrier(self.rank, self.count) if self.rank == 0 else None
+        path = self._share_id("barrier", (barrier.path if barrier else "").encode() if self.rank == 0 else None).decode()
         if self.rank and path:
             with contextlib.suppress(OSError):
-                board = Board(self.rank, self.count, path)
-        all_have = all(record == "True" for record in self._gathered(str(board is not None), self.call_timeout))
-        if board:
-            board.forget_path()
-        return (board if all_have else None,)
+                barrier = HostBarrier(self.rank, self.count, path)
+        all_have = all(record == "True" for record in self._gather(str(barrier is not None), self.call_timeout))
+        if barrier:
+            barrier.forget_path()
+        return (barrier if all_have else None,)
 
-    def all_say(self, yes: bool) -> bool:
+    def all_true(self, value: bool) -> bool:
         """Returns True on all ranks if all of them pass True. It is collective.
 
         Raises ExecutionError if a rank fails or does not call it within `call_timeout`.
         """
         try:
-            return all(record == "True" for record in self._gathered(str(yes), self.call_timeout))
+            return all(record == "True" for record in self._gather(str(value), self.call_timeout))
         except (PeerLost, Failed, TimeoutError) as failure:
-            late = str(failure) if isinstance(failure, Failed) else timed_out(self.call_timeout, getattr(failure, "ranks", (0,)))
-            self.fail(late)
-            raise ExecutionError(late) from None
+            problem = str(failure) if isinstance(failure, Failed) else timed_out(self.call_timeout, getattr(failure, "ranks", (0,)))
+            self.fail(problem)
+            raise ExecutionError(problem) from None
 
-    def _gathered(self, record: str, timeout: float) -> list[str]:
+    def _gather(self, record: str, timeout: float) -> list[str]:
         """Returns the records of all ranks. Raises TimeoutError, at most a second after the timeout, if the store does not answer."""
-        gather = partial(self.meeting.gather, record, timeout)
-        return within(timeout + TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
+        gather = partial(self.exchange.gather, record, timeout)
+        return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """Returns the module's program on this rank. Creates the channels that it needs and the rank does not have yet. It is
@@ -395,8 +395,8 @@ class Group(FallibleGroup):
             if self._communicators is not None:
                 module.adopt(member, self._communicators)
             elif process_groups := module.missing_process_groups(member):
-                made = ((key, module.new_id(member, key) if rank == 0 else None) for key, rank in process_groups)
-                module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
+                ids = ((key, module.new_id(member, key) if rank == 0 else None) for key, rank in process_groups)
+                module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in ids}, self.timeout)
             return module.Instance(member, tune, marks_graphs())
 
         with self.failing(), native_calls:
@@ -432,7 +432,7 @@ class Group(FallibleGroup):
             raise
         except BaseException as error:
             reason = f"rank {self.rank}: {reason_of(error)}"
-            first = self._failure or self._told() or member.stopped or reason
+            first = self._failure or self._known_failure() or member.stopped or reason
             self.fail(first)
             if first != reason and isinstance(error, Exception):  # this error is a consequence of the first failure
                 raise ExecutionError(f"{program}: {first}") from error
@@ -440,17 +440,18 @@ class Group(FallibleGroup):
 
     # --- construction
 
-    def _seat(self, provider: Provider, store: Store, world: World) -> Meeting:
+    def _create_exchange(self, provider: Provider, store: Store, world: World) -> Exchange:
         if isinstance(provider, Threads):
-            seat, here = ThreadMeeting(provider.table(world.epoch), self.rank), weakref.ref(self)
-            seat.answer_by(lambda: to_note(group.stands()) if (group := here()) else None)
-            return seat
-        meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
+            of_threads, here = ThreadExchange(provider.table(world.epoch), self.rank), weakref.ref(self)
+            of_threads.answer_positions_by(lambda: to_json(group.positions()) if (group := here()) else None)
+            return of_threads
+        exchange = StoreExchange(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            store.patience = min(store.patience, self.call_timeout + TELLING)  # a call that waits for a stopped rank 0 ends first
-            for key, reason in meeting.wills().items():
+            # a call that waits for a stopped rank 0 ends first
+            store.answer_timeout = min(store.answer_timeout, self.call_timeout + SEND_TIMEOUT)
+            for key, reason in exchange.last_wills().items():
                 store.on_disconnect(key, reason.encode())
-        return meeting
+        return exchange
 
     def _find_local_rank(self, provider: Provider) -> int:
         if isinstance(provider, Environment) and provider.local_rank is not None:
@@ -473,7 +474,7 @@ class Group(FallibleGroup):
 
 def _interrupt_all() -> None:
     for group in list(_all):
-        group.give_up("the interpreter is ending")
+        group.abort("the interpreter is ending")
 
 
 on_end(_interrupt_all)
@@ -497,7 +498,7 @@ def _close_all() -> None:
     native_calls.end()
     for group in list(_all):
         if why and not group.failure:
-            group._tell(partial(group.meeting.fail, f"rank {group.rank}: its process has ended by {why}"))
+            group._send(partial(group.exchange.fail, f"rank {group.rank}: its process has ended by {why}"))
         group.close()
     native_calls.finish()
 

@@ -16,7 +16,7 @@ from hostweave.base.forks import renewed
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
 from hostweave.build.make import make_runtime
-from hostweave.runtime.arguments import expect_as_many
+from hostweave.runtime.arguments import expect_count
 from hostweave.runtime.arrays import ForeignBuffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
@@ -42,15 +42,15 @@ class _Call:
     device: int
 
     def run(self, addresses: Any, stream: int | None) -> None:
-        places = (*self.inputs, *self.outputs)
-        buffers = [ForeignBuffer(addresses[i] or 0, *place, self.device) for i, place in enumerate(places)]
+        arguments = (*self.inputs, *self.outputs)
+        buffers = [ForeignBuffer(addresses[i] or 0, *argument, self.device) for i, argument in enumerate(arguments)]
         out = buffers[len(self.inputs) :]
         on = None if self.device == CPU_DEVICE else stream or 0
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
 _calls: list[_Call] = []  # compiled functions refer to calls by index, forever
-_adding = renewed(threading.Lock())
+_calls_lock = renewed(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
@@ -61,20 +61,20 @@ def jax_call(program: Program) -> Callable[..., Any]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}, but JAX arrays cannot change; omit donate=")
     if on_parts := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
         raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: it is not on all ranks; reshard it to the whole mesh")
-    inputs, known = {p.name: p.type for p in host.arguments}, dict[Any, int]()
+    inputs, call_indices = {p.name: p.type for p in host.arguments}, dict[Any, int]()
 
     def function(*arrays: Array) -> Any:
         group = _group(name)
-        expect_as_many(name, host.arguments, arrays)
-        given = tuple(_place(name, p, array) for p, array in zip(host.arguments, arrays, strict=True))
-        shapes = {p.name: shape for p, (shape, _) in zip(host.arguments, given, strict=True)}
+        expect_count(name, host.arguments, arrays)
+        input_types = tuple(_shape_and_dtype(name, p, array) for p, array in zip(host.arguments, arrays, strict=True))
+        shapes = {p.name: shape for p, (shape, _) in zip(host.arguments, input_types, strict=True)}
         outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.results], shapes, group.rank)
-        made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.results, strict=True))
-        with _adding:
-            key = known.setdefault((group, given), len(_calls))
+        output_types = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.results, strict=True))
+        with _calls_lock:
+            key = call_indices.setdefault((group, input_types), len(_calls))
             if key == len(_calls):
-                _calls.append(_Call(program, group, given, made, _device(jax, program)))
-        types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in made]
+                _calls.append(_Call(program, group, input_types, output_types, _device(jax, program)))
+        types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in output_types]
         target = _register(jax, program.target.name)
         call = jax.ffi.ffi_call(target, types if len(types) > 1 else types[0], has_side_effect=True)
         results = call(*arrays, key=np.int64(key))
@@ -94,7 +94,7 @@ def _group(name: str) -> Group:
     return group
 
 
-def _place(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DType]:
+def _shape_and_dtype(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DType]:
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise ArgumentError(f"{name}: {parameter.name}: expected an array, got {type(array).__name__}; pass a JAX array")
     dtype, type_ = dtype_of_name(str(array.dtype)), parameter.type

@@ -11,11 +11,11 @@ from threading import get_ident
 from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
-from hostweave.base.interrupts import LOOK, expect_not_interrupted
+from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 
-_GRACE = 0.2  # seconds that calls get to end by themselves
-_PATIENCE = 15.0  # seconds that calls get to stop after an interrupt
-_BACKGROUND = 2.0  # seconds that background threads get to end, for example those that destroy communicators
+_GRACE_SECONDS = 0.2  # seconds that calls get to end by themselves
+_INTERRUPT_TIMEOUT = 15.0  # seconds that calls get to stop after an interrupt
+_BACKGROUND_TIMEOUT = 2.0  # seconds that background threads get to end, for example those that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
 _used = False  # True if this process, or its parent before the fork, has used threads or devices
@@ -38,16 +38,16 @@ class _Calls:
         thread = get_ident()
         self._inside[thread] = self._inside.get(thread, 0) + 1
         try:
-            expect_going_on()
+            expect_running()
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
         thread = get_ident()
-        left = self._inside.get(thread, 1) - 1
-        if left > 0:
-            self._inside[thread] = left
+        depth = self._inside.get(thread, 1) - 1
+        if depth > 0:
+            self._inside[thread] = depth
         else:
             self._inside.pop(thread, None)
 
@@ -57,31 +57,31 @@ class _Calls:
         if self.ending:
             return
         self.ending = True
-        self._wait(_GRACE)
-        for interrupt in _interrupts if self._others else ():
+        self._wait(_GRACE_SECONDS)
+        for interrupt in _interrupts if self._has_others else ():
             interrupt()
-        self._wait(_PATIENCE)
+        self._wait(_INTERRUPT_TIMEOUT)
 
     def finish(self) -> None:
         """Waits for background threads of the runtime. They may wait for other ranks, so the process does not wait longer than a limit."""
-        deadline = time.monotonic() + _BACKGROUND
+        deadline = time.monotonic() + _BACKGROUND_TIMEOUT
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._others and time.monotonic() < deadline:
-            time.sleep(LOOK / 10)
+        while self._has_others and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
 
     @property
-    def _others(self) -> bool:
+    def _has_others(self) -> bool:
         return bool(self._inside.keys() - {get_ident()})
 
 
 calls = _Calls()
 
 
-def expect_going_on() -> None:
+def expect_running() -> None:
     """Raises Exiting if the interpreter is exiting. Raises Interrupted if the caller of the current work no longer
     waits for it.
 

@@ -9,30 +9,30 @@ from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not yet preceded by the user's line
-_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment with the user's line, above the C++ for that line
+_PROGRAM_LINE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not yet preceded by the user's line
+_SOURCE_COMMENT = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment with the user's line, above the C++ for that line
 
 
-def with_users_lines(text: str, module: ModuleType) -> str:
+def with_source_lines(text: str, module: ModuleType) -> str:
     """Inserts the user's source line before each line of `program.cpp` that a text names, as in `model.py:12, program.cpp:64`.
 
     A line for which no source is known stays unchanged. If program.cpp no longer exists, all lines stay unchanged.
     """
 
-    def placed(found: re.Match[str]) -> str:
-        users = _users_lines(module.__file__ or "").get(int(found[1]))
-        return f"{users}, {found[0]}" if users else found[0]
+    def with_source(found: re.Match[str]) -> str:
+        source = _source_lines(module.__file__ or "").get(int(found[1]))
+        return f"{source}, {found[0]}" if source else found[0]
 
-    return _PLACE.sub(placed, text)
+    return _PROGRAM_LINE.sub(with_source, text)
 
 
-def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
+def add_source_lines(error: ExecutionError, module: ModuleType) -> None:
     """Inserts the user's source lines into the message of an error."""
-    error.args = (with_users_lines(str(error), module), *error.args[1:])
+    error.args = (with_source_lines(str(error), module), *error.args[1:])
 
 
 @cache
-def _users_lines(file_of_module: str) -> dict[int, str]:
+def _source_lines(file_of_module: str) -> dict[int, str]:
     """Maps line numbers of a module's program.cpp to the user's lines. A line belongs to the last source comment above it, up to an empty
     line."""
     try:
@@ -40,12 +40,12 @@ def _users_lines(file_of_module: str) -> dict[int, str]:
     except OSError:  # the cache was cleared
         return {}
     lines: dict[int, str] = {}
-    users = None
+    source = None
     for number, line in enumerate(text.splitlines(), start=1):
-        if found := _USERS.match(line):
-            users = found[1]
+        if found := _SOURCE_COMMENT.match(line):
+            source = found[1]
         elif not line.strip():
-            users = None
-        if users:
-            lines[number] = users
+            source = None
+        if source:
+            lines[number] = source
     return lines

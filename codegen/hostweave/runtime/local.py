@@ -19,25 +19,25 @@ from hostweave.host_ir.ir import Communication, HostProgram
 from hostweave.host_ir.size_requirements import expect_divided
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
-from hostweave.runtime.algorithms import Measured
-from hostweave.runtime.arguments import Bound
+from hostweave.runtime.algorithms import MeasuredAlgorithms
+from hostweave.runtime.arguments import BoundInputs
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.call import GlobalCall
+from hostweave.runtime.checked_call import Arguments, CheckedCall, MadeOutput, addresses_and_shapes
 from hostweave.runtime.cpu import CpuSchedule, schedule
+from hostweave.runtime.exchange import CallSignature, Span
 from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.meeting import CallSignature, Span
 from hostweave.runtime.sizes import CallSizes, ComparedSizes, LastSizes
-from hostweave.runtime.standstill import Stand, stand_of
-from hostweave.runtime.taken import Arguments, MadeOutput, Taken, places_of
+from hostweave.runtime.standstill import RankPosition, position_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, holds
 
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
-_building = renewed(threading.Lock())  # ranks that are threads request the module at the same time
+_build_lock = renewed(threading.Lock())  # ranks that are threads request the module at the same time
 
 
 class LocalProgram:
@@ -62,14 +62,14 @@ class LocalProgram:
         """
         group.expect_working()
         self.host, self.target, self._group = host, target, group
-        self._meets = group.count > 1 and (group.in_process or options.verify_calls)
+        self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
         counts_apart = any(channel.transport.graphs_apart for channel in host.channels)
         self.common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
-        for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
-            if is_set and group.count > 1 and not group.can_meet:
+        for option, is_set in (("verify_calls", self._verifies_calls), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
+            if is_set and group.count > 1 and not group.can_exchange:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have no store for messages"
                 raise ArgumentError(f"{where}; use a provider with a store, or omit the option")
-        self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
+        self._allocates = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # key of the shapes that the native program is prepared for
@@ -80,7 +80,7 @@ class LocalProgram:
 
         def on_this_rank() -> tuple[Any, Any]:
             self._check_group()
-            with _building:
+            with _build_lock:
                 loaded = module()
             if stream and loaded.is_captured(stream):
                 raise CaptureError(f"{host.name}: the stream is being captured, but this is the first call; make one call before")
@@ -88,18 +88,18 @@ class LocalProgram:
 
         self._intent = replace(self._intent, bound=lacks)
         group.announce()
-        (self.module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
-        self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
+        (self.module, self._member), signatures = self._agree(on_this_rank, group.timeout)
+        self._intent, missing = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
         graphs = self.module.Graphs
         self._graphs = graphs.noted if self.common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
         self._device = self.target.device_of_arrays(self._member)
-        self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._meets, group.windows)
-        self.native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
+        self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
+        self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
         # Reason why ranks cannot access each other's memory, or "". It is the same on all ranks.
-        self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
-        self._measured = Measured(self.module, self.target.device_name()) if options.tune else None
-        self._asks = True  # True if the ranks exchange measured algorithms when they make plans next
-        compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
+        self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
+        self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
+        self._exchanges_algorithms = True  # True if the ranks exchange measured algorithms when they make plans next
+        compares = self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls)
         self._compared = None
         if compares:
             sizes_of = partial(_sizes_of, host, self.arguments)
@@ -112,7 +112,7 @@ class LocalProgram:
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
-        return next(filter(None, self._gathered("reach", why, self._waits_for, self._group.timeout)), "")
+        return next(filter(None, self._gather("reach", why, self._waits_for, self._group.timeout)), "")
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -120,13 +120,13 @@ class LocalProgram:
         native = self.native
         return self.host.name, *(native.progress() if native else (0, 0, 0.0))
 
-    def stand(self) -> Stand:
+    def position(self) -> RankPosition:
         """Position of this rank in the program, for the report of a hang."""
         native = self.native
         if native is None:
-            return Stand(self.host.name, 0, 0)
+            return RankPosition(self.host.name, 0, 0)
         position = native.standstill()  # read before the counts, so that these include the described call
-        return stand_of(self.host.name, native.progress(), position, self.module)
+        return position_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
         """Frees the program's resources on this rank after the current call."""
@@ -141,13 +141,13 @@ class LocalProgram:
             raise ExecutionError(f"{self.host.name}: the program is closed; compile it again")
         return native, member
 
-    def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
+    def __call__(self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with this rank's arrays, see `Program.__call__`."""
         with self._group.calling:
             _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
-        return self._given_back(bound, arrays, outputs) if out is None else out
+        return self._results_for_caller(bound, arrays, outputs) if out is None else out
 
-    def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
+    def prepare(self, bound: BoundInputs, sizes: Sequence[Mapping[str, int]]) -> None:
         """Prepares calls at these global sizes, see `Program.prepare`."""
 
         mesh, rank = self.host.mesh, self._group.rank
@@ -157,7 +157,7 @@ class LocalProgram:
             global_shapes = [self.arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
                 self._compared.compare_prepared(global_shapes)
-                self._asks = True
+                self._exchanges_algorithms = True
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # largest first, so that memory grows once
             for shapes in global_shapes:
                 expect_divided(self.host, shapes)
@@ -172,37 +172,37 @@ class LocalProgram:
         with self._group.calling:
             self._group.expect_working()
             self._ready_for = None
-            self._agreed(step, self._group.timeout) if self._meets else step()
+            self._agree(step, self._group.timeout) if self._verifies_calls else step()
 
-    def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
+    def capture(self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Makes a call and captures it, see `Program.capture`."""
         name = self.host.name
 
         def make() -> Any:
-            return self._group.run(name, member, native.capture, taken.table.native, taken.addresses, addresses)
+            return self._group.run(name, member, native.capture, checked_call.table.native, checked_call.addresses, addresses)
 
         with self._group.calling:
             native, member = self._open()
-            taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
-            graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
+            checked_call, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
+            graph = self._agree(make, self._group.call_timeout)[0] if self._verifies_calls else make()
 
-        shapes = _shapes_of(taken)
+        shapes = _shapes_of(checked_call)
 
         def launch(stream: Any) -> None:
             with self._group.calling:
                 self._group.expect_working()
                 self._open()
-                handle = self.arguments.handle(stream, taken.library)
-                self._compare(taken, shapes)
-                if self._meets and not self.target.is_asynchronous:  # the CPU device cannot tell late from missing ranks
-                    self._agreed(lambda: taken, self._group.call_timeout)
-                self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
+                handle = self.arguments.handle(stream, checked_call.library)
+                self._compare(checked_call, shapes)
+                if self._verifies_calls and not self.target.is_asynchronous:  # the CPU device cannot tell late from missing ranks
+                    self._agree(lambda: checked_call, self._group.call_timeout)
+                self._launch(checked_call, name, member, native.launch, graph, handle, self._schedule())
 
-        kept = bound, taken, arrays
-        if out is None and taken.library and taken.library.gives_copies:
-            return Captured(launch, kept, lambda: self._given_back(bound, arrays, outputs))
-        results = self._given_back(bound, arrays, outputs) if out is None else out
-        return Captured(launch, kept, lambda: results)
+        kept_alive = bound, checked_call, arrays
+        if out is None and checked_call.library and checked_call.library.gives_copies:
+            return Captured(launch, kept_alive, lambda: self._results_for_caller(bound, arrays, outputs))
+        results = self._results_for_caller(bound, arrays, outputs) if out is None else out
+        return Captured(launch, kept_alive, lambda: results)
 
     # --- for `Program.run`
 
@@ -223,7 +223,7 @@ class LocalProgram:
         """
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
-        staged.prepare([call.places(self._group.rank) for call in calls])
+        staged.prepare([call.memory_blocks(self._group.rank) for call in calls])
 
         def make(work: StagedWork[T]) -> T:
             with self._group.calling:
@@ -234,145 +234,145 @@ class LocalProgram:
     # --- steps of a call
 
     def _call(
-        self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[Taken, Sequence[MadeOutput], tuple[int, ...]]:
+        self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
         """Makes a call. Also returns the new outputs, and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:
             raise
         except BaseException as interruption:  # an interrupt may arrive between two steps
-            self._fail_by(interruption)
+            self._fail_group(interruption)
             raise
 
     def _steps_of_call(
-        self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[Taken, Sequence[MadeOutput], tuple[int, ...]]:
+        self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
         group = self._group
         group.expect_working()
         native, member = self._open()
 
-        def take() -> Taken:
+        def check_call() -> CheckedCall:
             self._open()
-            return self.arguments.take(bound, arrays, out, stream, sizes)
+            return self.arguments.check_call(bound, arrays, out, stream, sizes)
 
-        taken = self._ready_together(take, native) if self._meets else self._ready_alone(take, native)
-        outputs, addresses = self._outputs_of(taken, stream is not None)
+        checked_call = self._prepare_together(check_call, native) if self._verifies_calls else self._prepare_alone(check_call, native)
+        outputs, addresses = self._outputs_of(checked_call, stream is not None)
         common = self.common_graphs
-        if common and common.is_due and not self.module.is_captured(taken.stream):
-            self._decide_graphs(common, native, taken, addresses)
-        where = taken.table.native, taken.addresses, addresses, taken.stream
-        self._begin(taken, self.host.name, member, native.run, *where, self._schedule(), self._graphs)
+        if common and common.is_due and not self.module.is_captured(checked_call.stream):
+            self._decide_graphs(common, native, checked_call, addresses)
+        where = checked_call.table.native, checked_call.addresses, addresses, checked_call.stream
+        self._launch(checked_call, self.host.name, member, native.run, *where, self._schedule(), self._graphs)
         if common:
             common.count()
-        return taken, outputs, addresses
+        return checked_call, outputs, addresses
 
-    def _begin(self, taken: Taken, *call: Any) -> None:
+    def _launch(self, checked_call: CheckedCall, *call: Any) -> None:
         """Makes a call that all ranks make. The ranks have already compared its sizes."""
         if self._compared:
-            self._compared.begin(taken)
+            self._compared.begin(checked_call)
         try:
             self._run(*call)
         except CaptureError:
             if self._compared:
-                self._compared.take_back()
+                self._compared.undo_begin()
             raise
 
-    def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
+    def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
         """Decides together with the other ranks whether this call and the following ones run as graphs. They do not if some rank cannot
         capture."""
         unseen = native.unseen
-        wants = common.wants(unseen) and (common.agreed or self._can_capture(native, taken, addresses))
-        answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)
+        vote = common.vote(unseen) and (common.agreed or self._can_capture(native, checked_call, addresses))
+        answers = self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)
         common.decide([answer == str(True) for answer in answers], unseen)
         self._graphs = self.module.Graphs.all if common.agreed else self.module.Graphs.noted
 
-    def _can_capture(self, native: Any, taken: Taken, addresses: tuple[int, ...]) -> bool:
+    def _can_capture(self, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> bool:
         try:
             with native_calls:
-                native.capture(taken.table.native, taken.addresses, addresses)
+                native.capture(checked_call.table.native, checked_call.addresses, addresses)
         except CaptureError:
             return False
         return True
 
-    def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
+    def _results_for_caller(self, bound: BoundInputs, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
         """Results for the caller. A result in a donated input is the caller's array, or a reshaped view of it if the shapes differ."""
-        given = dict(zip((p.name for p in bound.free), arrays, strict=True))
+        given = dict(zip((p.name for p in bound.unbound), arrays, strict=True))
         results = tuple(
-            _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
+            _reshaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
             for p, output, shape in zip(self.host.results, outputs, self._outputs, strict=True)
         )
         return results[0] if len(results) == 1 else results
 
-    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> tuple[Sequence[MadeOutput], tuple[int, ...]]:
+    def _outputs_of(self, checked_call: CheckedCall, on_given_stream: bool) -> tuple[Sequence[MadeOutput], tuple[int, ...]]:
         try:
-            if taken.given is None:
-                made = self._made(taken, on_given_stream)
-                return made, tuple(map(int.__or__, taken.donated, places_of(made)[0]))
-            self._expect_fitting(taken.given[1])
-            return (), taken.given[0]
+            if checked_call.out is None:
+                made = self._new_outputs(checked_call, on_given_stream)
+                return made, tuple(map(int.__or__, checked_call.donated, addresses_and_shapes(made)[0]))
+            self._check_out(checked_call.out[1])
+            return (), checked_call.out[0]
         except BaseException as error:
-            if self._meets:  # the other ranks are about to make the call
+            if self._verifies_calls:  # the other ranks are about to make the call
                 self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 
-    def _ready_alone(self, take: Callable[[], Taken], native: Any) -> Taken:
+    def _prepare_alone(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
         if self._compared and self._compared.is_first:
-            taken, _ = self._agreed(take, self._group.call_timeout)
+            checked_call, _ = self._agree(check_call, self._group.call_timeout)
             self._compared.is_first = False
         else:
-            taken = take()
-        ready_for = _shapes_of(taken)
+            checked_call = check_call()
+        ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
         if changed:  # before ranks compare sizes: if a variant without loops makes the call, that variant compares
-            self._expect_divided(taken)
-        self._compare(taken, ready_for)
+            self._expect_divided(checked_call)
+        self._compare(checked_call, ready_for)
         if changed:
-            before, self._ready_for = self._ready_for, None
+            previous, self._ready_for = self._ready_for, None
             try:
-                self._prepare(native, taken, self.arguments.global_shapes(taken))
+                self._prepare(native, checked_call, self.arguments.global_shapes(checked_call))
             except CaptureError:  # no plan was changed
-                self._ready_for = before
+                self._ready_for = previous
                 raise
             self._ready_for = ready_for
-        return taken
+        return checked_call
 
     # --- with the other ranks
 
-    def _compare(self, taken: Taken, shapes: object) -> None:
+    def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
         """Compares the sizes of a call with those of the other ranks. Skipped if the shapes are those of the last call."""
-        if self._compared and self._compared.compare(taken, shapes):
-            self._asks = True
+        if self._compared and self._compared.compare(checked_call, shapes):
+            self._exchanges_algorithms = True
 
-    def _ready_together(self, take: Callable[[], Taken], native: Any) -> Taken:
+    def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
         """Checks a call together with the other ranks. Bound inputs are exchanged only after they have changed."""
         timeout = self._group.call_timeout
-        taken, signatures = self._agreed(take, timeout)
+        checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
         changed = self._ready_for != ready_for
         if changed:
-            self._ready_for, self._asks = None, True
+            self._ready_for, self._exchanges_algorithms = None, True
             shapes_of_all = [signature.shapes for signature in signatures]
             self._bound_spans = ()
             if any(signature.bound for signature in signatures):
-                table = taken.table
-                _, everything = self._agreed(lambda: replace(taken, shapes=taken.all_shapes, spans=table.spans), timeout)
-                shapes_of_all = [signature.shapes for signature in everything]
-                self._bound_spans = tuple(span for signature in everything for span in signature.spans)
+                table = checked_call.table
+                _, full_signatures = self._agree(lambda: replace(checked_call, shapes=checked_call.all_shapes, spans=table.spans), timeout)
+                shapes_of_all = [signature.shapes for signature in full_signatures]
+                self._bound_spans = tuple(span for signature in full_signatures for span in signature.spans)
         if self._group.in_process:
-            self.arguments.expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
+            self.arguments.expect_disjoint(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
 
             def prepare() -> bool:
                 global_shapes = self.arguments.global_shapes_of(shapes_of_all)
-                self._expect_divided(taken, global_shapes)
-                return self._prepare(native, taken, global_shapes)
+                self._expect_divided(checked_call, global_shapes)
+                return self._prepare(native, checked_call, global_shapes)
 
-            self._agreed(prepare, timeout)
+            self._agree(prepare, timeout)
             self._ready_for = ready_for
-        return taken
+        return checked_call
 
-    def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
+    def _agree(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
         """Runs a step that may fail on some ranks, and exchanges the outcome. Afterwards either all ranks continue or all raise."""
         result, error = None, None
         try:
@@ -380,17 +380,17 @@ class LocalProgram:
         except HostweaveError as problem:
             error = problem
         except BaseException as interruption:
-            self._fail_by(interruption)
+            self._fail_group(interruption)
             raise
         signature = replace(self._intent, error=str(error) if error else "")
-        if isinstance(result, Taken):
+        if isinstance(result, CheckedCall):
             spans = result.spans if self._group.in_process else ()
             signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest, windows=result.windows)
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures
 
-    def _fail_by(self, interruption: BaseException) -> None:
+    def _fail_group(self, interruption: BaseException) -> None:
         """Fails the group if other ranks may wait for this one."""
         if self._group.count > 1:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
@@ -405,14 +405,14 @@ class LocalProgram:
                 f"is on {group.hosts} hosts; compile for cuda, or start all ranks on one host"
             )
 
-    def _expect_divided(self, taken: Taken, global_shapes: Sequence[Shape] | None = None) -> None:
-        global_shapes = global_shapes or self.arguments.global_shapes(taken)
-        expect_divided(self.host, global_shapes or _even_shapes(self.host, taken.all_shapes))
+    def _expect_divided(self, checked_call: CheckedCall, global_shapes: Sequence[Shape] | None = None) -> None:
+        global_shapes = global_shapes or self.arguments.global_shapes(checked_call)
+        expect_divided(self.host, global_shapes or _even_shapes(self.host, checked_call.all_shapes))
 
-    def _prepare(self, native: Any, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
-        shapes = taken.all_shapes
+    def _prepare(self, native: Any, checked_call: CheckedCall, global_shapes: Sequence[Shape] | None) -> bool:
+        shapes = checked_call.all_shapes
         with native_calls, self._measuring():
-            prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), taken.stream)
+            prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), checked_call.stream)
             self._outputs = self._group.waiting(prepare)
         return True
 
@@ -426,40 +426,40 @@ class LocalProgram:
         """
 
         def gathered(record: str) -> list[str]:
-            return self._gathered("tune", record, "", self._group.timeout)
+            return self._gather("tune", record, "", self._group.timeout)
 
-        alone = not self._asks or self._group.count == 1 or self._group.in_process
+        alone = not self._exchanges_algorithms or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
             self._measured.agree(gathered)
         yield
         if self._measured:
             if not alone:
                 self._measured.agree(gathered)
-            self._measured.keep()
-        self._asks = False
+            self._measured.save()
+        self._exchanges_algorithms = False
 
-    def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
+    def _gather(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
         """Exchanges a record. Returns the records of all ranks."""
         signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     # --- outputs
 
-    def _made(self, taken: Taken, on_given_stream: bool) -> list[MadeOutput]:
+    def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
         """Allocates new outputs for use on the stream of the call. None stands for an output that reuses a donated input."""
-        held, library = self._makes, taken.library
+        held, library = self._allocates, checked_call.library
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so the library of its output arrays is unknown"
                 raise ArgumentError(f"{self.host.name}: {why}; pass them as out=")
             return [None] * len(held)
-        with library.on_stream(taken.stream if on_given_stream else None, self._device):
+        with library.on_stream(checked_call.stream if on_given_stream else None, self._device):
             return [
                 (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
                 for parameter, shape, here in zip(self.host.results, self._outputs, held, strict=True)
             ]
 
-    def _expect_fitting(self, given: Sequence[Shape | None]) -> None:
+    def _check_out(self, given: Sequence[Shape | None]) -> None:
         for parameter, shape, here in zip(self.host.results, self._outputs, given, strict=True):
             if here is not None and here != shape:
                 where = f"{self.host.name}: out=: {parameter.name}"
@@ -479,13 +479,13 @@ class LocalProgram:
         return self._native_schedule[1]
 
 
-def _shapes_of(taken: Taken) -> object:
-    return taken.table.digest, taken.shapes, taken.sizes
+def _shapes_of(checked_call: CheckedCall) -> object:
+    return checked_call.table.digest, checked_call.shapes, checked_call.sizes
 
 
-def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> CallSizes:
+def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall) -> CallSizes:
     """Sizes of a call. It is a function and not a method, to avoid a reference cycle that would delay freeing the program."""
-    return CallSizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
+    return CallSizes(checked_call.all_shapes, arguments.global_shapes(checked_call) or tuple(_even_shapes(host, checked_call.all_shapes)))
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
@@ -524,5 +524,5 @@ def _first_communication(host: HostProgram) -> str:
     return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"
 
 
-def _shaped(array: Array, shape: Shape) -> Array:
+def _reshaped(array: Array, shape: Shape) -> Array:
     return array if array is None or tuple(array.shape) == shape else array.reshape(shape)

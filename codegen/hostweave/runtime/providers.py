@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.forks import renewed
-from hostweave.base.interrupts import LOOK, interruptibly
+from hostweave.base.interrupts import POLL_SECONDS, interruptibly
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked, checked_arguments
-from hostweave.runtime.meeting import ThreadTable
+from hostweave.runtime.exchange import ThreadTable
 from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, TcpStore
 
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _servers: dict[str, TcpServer] = {}  # job -> server in this process, which runs until the process ends
 _servers_lock = renewed(threading.Lock())
-_PATIENCE = 10.0  # seconds that the threads of ranks get to end after an interrupt
-MOST_THREADS = 1024
+_JOIN_TIMEOUT = 10.0  # seconds that the threads of ranks get to end after an interrupt
+MAX_THREADS = 1024
 
 
 class Provider(Protocol):
@@ -51,7 +51,7 @@ def _wait_for(queue: SimpleQueue[int]) -> None:
     """Waits for an item. Polls, because a signal that arrives just before the wait would otherwise not be handled."""
     while True:
         try:
-            queue.get(timeout=LOOK)
+            queue.get(timeout=POLL_SECONDS)
         except Empty:
             continue
         return
@@ -67,8 +67,8 @@ class Threads:
     """
 
     def __init__(self, count: int):
-        if not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
-            raise ArgumentError(f"hw.Threads: count={count!r} is not an int from 1 to {MOST_THREADS}; pass the number of ranks")
+        if not isinstance(count, int) or not 1 <= count <= MAX_THREADS:
+            raise ArgumentError(f"hw.Threads: count={count!r} is not an int from 1 to {MAX_THREADS}; pass the number of ranks")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, ThreadTable] = {}  # epoch of a group -> shared state of the group
@@ -77,14 +77,14 @@ class Threads:
         self._store = MemoryStore()
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
-        me = threading.current_thread()
+        thread = threading.current_thread()
         with self.lock:
-            if me not in self.threads:
+            if thread not in self.threads:
                 free = next((rank for rank, thread in enumerate(self.threads) if thread is None or not thread.is_alive()), None)
                 if free is None:
                     raise ArgumentError(f"hw.Threads: all {self.count} ranks are taken by other threads; create it with more ranks")
-                self.threads[free] = me
-            return self.threads.index(me), self.count
+                self.threads[free] = thread
+            return self.threads.index(thread), self.count
 
     def store(self, group: str, timeout: float) -> Store:
         return self._store
@@ -155,9 +155,9 @@ class Threads:
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
         """Makes ranks raise, in their current wait or in their next call. Waits briefly for their threads."""
         self.fail(why)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _JOIN_TIMEOUT
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-            time.sleep(LOOK / 10)
+            time.sleep(POLL_SECONDS / 10)
 
 
 class SplitProvider:
@@ -223,7 +223,7 @@ class TorchStore:
             raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or omit it")
         self._rank: int = torch.get_rank() if rank is None else rank
         self._count: int = torch.get_world_size() if count is None else count
-        self._store = _TorchKeys(torch.distributed_c10d._get_default_store() if store is None else store)
+        self._store = _PolledTorchStore(torch.distributed_c10d._get_default_store() if store is None else store)
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return self._rank, self._count
@@ -232,7 +232,7 @@ class TorchStore:
         return self._store
 
 
-class _TorchKeys:
+class _PolledTorchStore:
     """A store of torch.distributed. It is polled, because a blocking call would block the other threads of the process."""
 
     def __init__(self, store: Any):
@@ -270,7 +270,7 @@ class MPI:
         if not hasattr(comm, "Get_rank"):
             raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass one of mpi4py, or omit it")
         self._comm = comm
-        self._where: tuple[list[Address], str] | None = None
+        self._addresses_and_job: tuple[list[Address], str] | None = None
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return self._comm.Get_rank(), self._comm.Get_size()
@@ -278,16 +278,16 @@ class MPI:
     def store(self, group: str, timeout: float) -> Store:
         if self._comm.Get_size() == 1:
             return MemoryStore()
-        if self._where is None:
+        if self._addresses_and_job is None:
             hosts = set(self._comm.allgather(this_host()))
             if self._comm.Get_rank() == 0:
                 job = secrets.token_hex()
                 listen, names = ("", _own_hosts()) if len(hosts) > 1 else ("127.0.0.1", ["127.0.0.1"])
                 server = _serve(job, [(listen, 0)])
-                self._where = [(host, server.port) for host in names], job
-            self._where = self._comm.bcast(self._where, root=0)
-        assert self._where is not None
-        addresses, job = self._where
+                self._addresses_and_job = [(host, server.port) for host in names], job
+            self._addresses_and_job = self._comm.bcast(self._addresses_and_job, root=0)
+        assert self._addresses_and_job is not None
+        addresses, job = self._addresses_and_job
         return TcpStore(addresses, job, timeout)
 
 
@@ -410,8 +410,8 @@ class LaunchedRank:
             raise ArgumentError(f"hw.Environment: none of {markers} is set; start the script with torchrun, mpirun or srun")
         self.rank, self.count = _number(environ, launcher.rank), _number(environ, launcher.count)
         if not 0 <= self.rank < self.count:
-            given = f"{launcher.rank}={self.rank} and {launcher.count}={self.count}"
-            raise ArgumentError(f"hw.Environment: {given}: the rank must be from 0 to {self.count - 1}")
+            value = f"{launcher.rank}={self.rank} and {launcher.count}={self.count}"
+            raise ArgumentError(f"hw.Environment: {value}: the rank must be from 0 to {self.count - 1}")
         self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
         self.host = _host(environ, launcher, self.count)
         self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # address at which rank 0 listens
@@ -420,11 +420,11 @@ class LaunchedRank:
 
 
 def _number(environ: Environ, name: str) -> int:
-    given = environ.get(name)
+    value = environ.get(name)
     try:
-        return int(given or "")
+        return int(value or "")
     except ValueError:
-        why = f"{name}={given!r} is not a number" if given else f"{name} is not set"
+        why = f"{name}={value!r} is not a number" if value else f"{name} is not set"
         raise ArgumentError(f"hw.Environment: {why}; start the script with a launcher") from None
 
 

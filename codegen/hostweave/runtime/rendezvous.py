@@ -19,7 +19,7 @@ from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import Store
 
 _PAUSE = 0.02  # seconds between checks for a new entry
-_TAKEN, _GAVE_UP = b"", b"gave up"  # values that replace an entry
+_REMOVED, _GAVE_UP = b"", b"gave up"  # values that replace an entry
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> Wor
         missing = _missing(store, prefix, rank, count, timeout)
         raise ExecutionError(f"hw.init: group {group!r}, rank {rank} of {count}: {missing}") from None
     finally:
-        if _look(store, prefix, rank) == entry:
+        if _peek(store, prefix, rank) == entry:
             store.set(f"{prefix}/entry/{rank}", _GAVE_UP)
     if "refused" in answer:
         raise ExecutionError(f"hw.init: group {group!r}: {answer['refused']}; start all ranks with the same world size")
@@ -89,14 +89,14 @@ def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
     if others:
         answer = {"refused": f"rank {others[0].rank} is in a world of {others[0].count} ranks, rank 0 in one of {entries[0].count}"}
         more = range(len(entries), max(entry.count for entry in others))
-        entries = entries + [entry for rank in more if isinstance(entry := _look(store, prefix, rank), JoinedRank)]
+        entries = entries + [entry for rank in more if isinstance(entry := _peek(store, prefix, rank), JoinedRank)]
     for entry in entries:
-        store.set(f"{prefix}/entry/{entry.rank}", _TAKEN)
+        store.set(f"{prefix}/entry/{entry.rank}", _REMOVED)
         store.set(f"{prefix}/world/{entry.token}", json.dumps(answer).encode())
 
 
 def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> JoinedRank:
-    while not isinstance(entry := _look(store, prefix, rank), JoinedRank):
+    while not isinstance(entry := _peek(store, prefix, rank), JoinedRank):
         store.get(f"{prefix}/entry/{rank}", max(0.0, deadline - time.monotonic()))
         if time.monotonic() >= deadline:
             raise TimeoutError
@@ -104,21 +104,21 @@ def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Joine
     return entry
 
 
-def _look(store: Store, prefix: str, rank: int) -> JoinedRank | bytes:
-    """Entry of a rank, or the value that replaced it: `_GAVE_UP`, or `_TAKEN` if there was no entry or rank 0 removed it."""
+def _peek(store: Store, prefix: str, rank: int) -> JoinedRank | bytes:
+    """Entry of a rank, or the value that replaced it: `_GAVE_UP`, or `_REMOVED` if there was no entry or rank 0 removed it."""
     try:
         text = store.get(f"{prefix}/entry/{rank}", 0)
     except TimeoutError:
-        return _TAKEN
-    return text if text in (_TAKEN, _GAVE_UP) else JoinedRank(**json.loads(text))
+        return _REMOVED
+    return text if text in (_REMOVED, _GAVE_UP) else JoinedRank(**json.loads(text))
 
 
 def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -> str:
-    others = {other: _look(store, prefix, other) for other in range(count) if other != rank}
-    if absent := [other for other, found in others.items() if found == _TAKEN]:
+    others = {other: _peek(store, prefix, other) for other in range(count) if other != rank}
+    if absent := [other for other, found in others.items() if found == _REMOVED]:
         return timed_out(timeout, absent)
-    if gone := [other for other, found in others.items() if found == _GAVE_UP]:
-        return f"{ranks_text(gone)} gave up within {timeout:g} s"
+    if gave_up := [other for other, found in others.items() if found == _GAVE_UP]:
+        return f"{ranks_text(gave_up)} gave up within {timeout:g} s"
     return f"{timed_out(timeout, [0])} to answer (is there another process of this rank?)"
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.host_ir.ir import HostProgram
+from hostweave.runtime.checked_call import CheckedCall
+from hostweave.runtime.exchange import CallSignature, other_call
 from hostweave.runtime.group import Group
-from hostweave.runtime.meeting import CallSignature, other_call
-from hostweave.runtime.taken import Taken
 from hostweave.types.tensor import Shape, holds
 
 _CALLS_KEPT = 256  # number of latest calls whose sizes a rank keeps for error messages
@@ -21,7 +21,7 @@ class CallSizes(NamedTuple):
     """Shapes of a call's inputs, as one rank knows them."""
 
     local: Sequence[Shape]
-    of_all: Sequence[Shape]  # shapes of the global arrays that the rank infers
+    global_shapes: Sequence[Shape]  # shapes of the global arrays that the rank infers
 
 
 class LastSizes:
@@ -35,8 +35,8 @@ class LastSizes:
     def __init__(self, group: Group):
         self.number = group.number(self)  # the same on all ranks, because the first call of a program is collective
         self.calls = 0  # number of calls that this rank has begun
-        self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_CALLS_KEPT)
-        self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed in the last comparison
+        self.recent_calls: deque[tuple[ComparedSizes, CheckedCall]] = deque(maxlen=_CALLS_KEPT)
+        self.agreed_sizes: tuple[int, ...] | None = None  # sizes that all ranks passed in the last comparison
         self.variant: ComparedSizes | None = None  # variant that made the last call
         self.shapes: object = None  # key of the shapes of the last call
 
@@ -51,11 +51,11 @@ class LastSizes:
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
         """Describes how another rank's sizes of a call differ from this rank's. None if they are equal or this rank has not begun the
         call."""
-        back = self.calls - call
-        if back < 0 or back >= len(self.begun):
+        calls_ago = self.calls - call
+        if calls_ago < 0 or calls_ago >= len(self.recent_calls):
             return None
-        variant, taken = self.begun[-1 - back]
-        return variant.difference(rank, sizes, taken)
+        variant, checked_call = self.recent_calls[-1 - calls_ago]
+        return variant.difference(rank, sizes, checked_call)
 
 
 class ComparedSizes:
@@ -67,7 +67,7 @@ class ComparedSizes:
         group: Group,
         signature: CallSignature,
         waits_for: str,
-        sizes_of: Callable[[Taken], CallSizes],
+        sizes_of: Callable[[CheckedCall], CallSizes],
         last: LastSizes,
     ):
         self._host, self._group, self._signature, self._waits_for, self._sizes_of = host, group, signature, waits_for, sizes_of
@@ -78,19 +78,19 @@ class ComparedSizes:
         self._variant = hash(tuple(signature.digest.encode()))  # the same on all ranks
         self.is_first = True  # True until a call was made or prepared
 
-    def begin(self, taken: Taken) -> None:
+    def begin(self, checked_call: CheckedCall) -> None:
         """Counts a call that this rank begins."""
-        self._last.begun.append((self, taken))
+        self._last.recent_calls.append((self, checked_call))
         self._last.calls += 1
         self._group.compared_calls += 1
 
-    def take_back(self) -> None:
+    def undo_begin(self) -> None:
         """Removes the last call from the counts, because it was not made."""
-        self._last.begun.pop()
+        self._last.recent_calls.pop()
         self._last.calls -= 1
         self._group.compared_calls -= 1
 
-    def compare(self, taken: Taken, shapes: object) -> bool:
+    def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
         """Compares the sizes of the next call with those of the other ranks, if they differ from the sizes of the last call.
 
         Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank passes other
@@ -99,17 +99,17 @@ class ComparedSizes:
         last = self._last
         if last.variant is self and last.shapes == shapes:
             return False
-        own = self._sizes_of(taken)
-        combination = self._combination(own.of_all)
-        passed = self._variant, *combination
-        if is_other := passed != last.passed:
-            self._compare(passed, own)
-        last.passed, last.variant, last.shapes = passed, self, shapes
+        own = self._sizes_of(checked_call)
+        combination = self._combination(own.global_shapes)
+        agreed_sizes = self._variant, *combination
+        if is_other := agreed_sizes != last.agreed_sizes:
+            self._compare(agreed_sizes, own)
+        last.agreed_sizes, last.variant, last.shapes = agreed_sizes, self, shapes
         is_new = is_other and combination not in self._known
         self._known.add(combination)
         return is_new
 
-    def _compare(self, passed: tuple[int, ...], own: CallSizes) -> None:
+    def _compare(self, agreed_sizes: tuple[int, ...], own: CallSizes) -> None:
         group, number, call = self._group, self._last.number, self._last.calls + 1
         if reason := group.diverged():
             group.fail(reason)
@@ -118,10 +118,10 @@ class ComparedSizes:
         def announce() -> None:
             group.announce(number, call, own)
 
-        if group.same_on_board(self._host.name, hash((number, call, *passed)), announce, self._waits_for):
+        if group.same_on_host(self._host.name, hash((number, call, *agreed_sizes)), announce, self._waits_for):
             return
         announce()
-        records = [json.loads(record) for record in self._gathered(call, json.dumps((self._variant, own)))]
+        records = [json.loads(record) for record in self._gather(call, json.dumps((self._variant, own)))]
         given = {rank: _parsed(sizes) for rank, (_, sizes) in enumerate(records)}
         difference = self._difference(given)
         if other := next((rank for rank, (variant, _) in enumerate(records) if variant != records[0][0]), None):
@@ -129,30 +129,30 @@ class ComparedSizes:
         if difference:
             raise ArgumentError(f"{self._host.name}: {difference}")
 
-    def compare_prepared(self, of_all: Sequence[Sequence[Shape]]) -> None:
+    def compare_prepared(self, global_shapes: Sequence[Sequence[Shape]]) -> None:
         """Compares the sizes for which all ranks prepare calls. Calls at these sizes are then known to be consistent."""
-        combinations = [self._combination(shapes) for shapes in of_all]
-        records = [json.loads(record) for record in self._gathered(0, json.dumps(combinations))]
+        combinations = [self._combination(shapes) for shapes in global_shapes]
+        records = [json.loads(record) for record in self._gather(0, json.dumps(combinations))]
         if other := next((rank for rank, record in enumerate(records) if record != records[0]), None):
             raise ArgumentError(
-                f"{self._host.name}: prepare: rank 0 gives {self._texts(records[0])}, and rank {other} {self._texts(records[other])}; "
-                "give the same sizes on all ranks"
+                f"{self._host.name}: prepare: rank 0 gives {self._size_text(records[0])}, "
+                f"and rank {other} {self._size_text(records[other])}; give the same sizes on all ranks"
             )
         self._known.update(combinations)
         self.is_first = False
 
-    def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], taken: Taken) -> str | None:
+    def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], checked_call: CheckedCall) -> str | None:
         """Describes how another rank's sizes of a call differ from those that this rank used for the call. None if they are equal."""
-        return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(taken)})
+        return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(checked_call)})
 
-    def _gathered(self, call: int, record: str) -> list[str]:
+    def _gather(self, call: int, record: str) -> list[str]:
         signature = CallSignature(self._host.name, self._signature.mesh, str(self._last.number), bound=record, call=call)
         return [one.bound for one in self._group.agree(signature, self._waits_for, self._group.call_timeout)]
 
-    def _combination(self, of_all: Sequence[Shape]) -> tuple[int, ...]:
-        return tuple(of_all[i][j] for _, (i, j) in self._named_dims)
+    def _combination(self, global_shapes: Sequence[Shape]) -> tuple[int, ...]:
+        return tuple(global_shapes[i][j] for _, (i, j) in self._named_dims)
 
-    def _texts(self, combinations: Sequence[Sequence[int]]) -> str:
+    def _size_text(self, combinations: Sequence[Sequence[int]]) -> str:
         names = [name for name, _ in self._named_dims]
         few = [" ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) for sizes in combinations[:4]]
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
@@ -160,21 +160,21 @@ class ComparedSizes:
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
         """Describes the first input whose size differs between these ranks, with its size on each."""
         for index, parameter in enumerate(self._host.arguments):
-            if len({sizes.of_all[index] for sizes in given.values()}) == 1:
+            if len({sizes.global_shapes[index] for sizes in given.values()}) == 1:
                 continue
             ranks_of: dict[str, list[int]] = {}
             for rank, sizes in sorted(given.items()):
                 held = list(sizes.local[index]) if holds(parameter.type, self._host.mesh, rank) else "nothing"
-                ranks_of.setdefault(f"{held} of {list(sizes.of_all[index])}", []).append(rank)
-            said = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in ranks_of.items())
+                ranks_of.setdefault(f"{held} of {list(sizes.global_shapes[index])}", []).append(rank)
+            text = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in ranks_of.items())
             uneven = ", and sizes= where ranks hold blocks of different sizes" if self._host.uneven else ""
-            return f"{parameter.name}: {said}; pass blocks of one {parameter.type}{uneven}{self._waits_for}"
+            return f"{parameter.name}: {text}; pass blocks of one {parameter.type}{uneven}{self._waits_for}"
         return None
 
 
 def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> CallSizes:
-    local, of_all = (tuple(map(tuple, shapes)) for shapes in sizes)
-    return CallSizes(local, of_all)
+    local, global_shapes = (tuple(map(tuple, shapes)) for shapes in sizes)
+    return CallSizes(local, global_shapes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -76,10 +76,10 @@ _REQUEST = struct.Struct("!cIId")  # kind, bytes of the key, bytes of the value,
 _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value, or -1 if there is none
 _RETRY = 0.05  # seconds between attempts to connect
-_GRACE = 10.0  # maximum seconds for an answer to arrive, and for a client to authenticate
-_MOST_SECONDS = 1e8  # maximum seconds to wait for an answer; longer times exceed the range of clocks
+_ANSWER_TIMEOUT = 10.0  # maximum seconds for an answer to arrive, and for a client to authenticate
+_MAX_SECONDS = 1e8  # maximum seconds to wait for an answer; longer times exceed the range of clocks
 _BACKLOG = 256
-_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; if there are more, the oldest is disconnected
+_MAX_UNAUTHENTICATED = 2 * _BACKLOG  # maximum number of unauthenticated clients; if there are more, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
 
 Address = tuple[str, int]
@@ -93,7 +93,7 @@ class TcpServer:
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
-        self.strangers: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
+        self.unauthenticated: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
         self.socket = _listen(addresses)
         self.port: int = self.socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
@@ -127,55 +127,55 @@ class TcpServer:
         await asyncio.gather(*clients, return_exceptions=True)
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        wills: dict[str, bytes] = {}
+        last_wills: dict[str, bytes] = {}
         try:
-            if not await self._knows_secret(reader, writer):
+            if not await self._authenticates(reader, writer):
                 return
             writer.write(_WELCOME)
             while True:
                 request = await reader.readexactly(_REQUEST.size)
                 if request[:1] == _GOODBYE:
-                    wills = {}
+                    last_wills = {}
                     return
-                what, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
+                kind, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
                 if key_bytes > _MAX_KEY or value_bytes > _MAX_VALUE:
                     return
                 key = (await reader.readexactly(key_bytes)).decode()
                 value = await reader.readexactly(value_bytes)
-                if what == _WILL:
-                    wills[key] = value
-                elif what == _SET:
+                if kind == _WILL:
+                    last_wills[key] = value
+                elif kind == _SET:
                     self.set(key, value)
-                answer = await self.get(key, timeout, reader) if what == _GET else b""
+                answer = await self.get(key, timeout, reader) if kind == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
             pass  # the client has disconnected, or belongs to another job
         except asyncio.CancelledError:
             writer.write(_REPLY.pack(_GOODBYE, -1))
-            wills = {}
+            last_wills = {}
         finally:
-            for key, value in wills.items():
+            for key, value in last_wills.items():
                 if key not in self._values:  # the first rank that ends is the cause; other ranks may end because of it
                     self.set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _knows_secret(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        self.strangers[writer] = None
-        if len(self.strangers) > _STRANGERS:
-            first = next(iter(self.strangers))
-            del self.strangers[first]
+    async def _authenticates(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        self.unauthenticated[writer] = None
+        if len(self.unauthenticated) > _MAX_UNAUTHENTICATED:
+            first = next(iter(self.unauthenticated))
+            del self.unauthenticated[first]
             first.transport.abort()
         try:
-            async with asyncio.timeout(_GRACE):
+            async with asyncio.timeout(_ANSWER_TIMEOUT):
                 if await reader.readexactly(len(_GREETING)) != _GREETING:
                     return False
-                nonces = await reader.readexactly(_NONCE) + (own := os.urandom(_NONCE))
-                writer.write(own + _proof(self._secret, b"server", nonces))
+                nonces = await reader.readexactly(_NONCE) + (nonce := os.urandom(_NONCE))
+                writer.write(nonce + _proof(self._secret, b"server", nonces))
                 return hmac.compare_digest(await reader.readexactly(_PROOF), _proof(self._secret, b"client", nonces))
         finally:
-            self.strangers.pop(writer, None)
+            self.unauthenticated.pop(writer, None)
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -211,19 +211,19 @@ class TcpStore:
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self.idle: list[socket.socket] = []
-        self._will: socket.socket | None = None
+        self._will_connection: socket.socket | None = None
         self._closed = False
-        self.patience = _GRACE  # maximum seconds for an answer, in addition to the time that a request waits
-        self.address, connection = self._find(addresses, time.monotonic() + timeout)
+        self.answer_timeout = _ANSWER_TIMEOUT  # maximum seconds for an answer, in addition to the time that a request waits
+        self.address, connection = self._connect_to_any(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 
     def set(self, key: str, value: bytes) -> None:
         if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
             raise ExecutionError(f"the store of rank 0 takes at most {_MAX_VALUE} bytes, but {key[:80]} has {len(value)}; send less")
-        self._ask(_SET, key, value)
+        self._request(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        answer = self._ask(_GET, key, timeout=min(timeout, _MOST_SECONDS))
+        answer = self._request(_GET, key, timeout=min(timeout, _MAX_SECONDS))
         if answer is None:
             raise TimeoutError(key)
         return answer
@@ -231,28 +231,28 @@ class TcpStore:
     def on_disconnect(self, key: str, value: bytes) -> None:
         """Makes the server set this value if this process ends without `close` and the key is not set yet. May be called for several
         keys."""
-        if self._will is None:
-            self._will = self._connect(self.address, self.patience)
-        _converse(self._will, _WILL, key, value, 0, self.patience)
+        if self._will_connection is None:
+            self._will_connection = self._connect(self.address, self.answer_timeout)
+        _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)
 
     def close(self) -> None:
         with self._lock:
-            connections = [*self.idle, *([self._will] if self._will else [])]
-            self.idle, self._will, self._closed = [], None, True
+            connections = [*self.idle, *([self._will_connection] if self._will_connection else [])]
+            self.idle, self._will_connection, self._closed = [], None, True
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
             connection.close()
 
-    def _ask(self, what: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
+    def _request(self, kind: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
         with self._lock:
             connection = self.idle.pop() if self.idle else None
         try:
-            connection = connection or self._connect(self.address, self.patience)
+            connection = connection or self._connect(self.address, self.answer_timeout)
         except OSError as error:
             raise _no_answer(error) from error
         try:
-            answer = _converse(connection, what, key, value, timeout, self.patience)
+            answer = _send_and_receive(connection, kind, key, value, timeout, self.answer_timeout)
         except BaseException:  # the connection may be in the middle of an answer
             connection.close()
             raise
@@ -263,11 +263,11 @@ class TcpStore:
         connection.close()  # another thread has called `close`
         return answer
 
-    def _find(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
+    def _connect_to_any(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
         while True:
             for address in addresses:
                 try:
-                    return address, self._connect(address, max(_RETRY, min(_GRACE, deadline - time.monotonic())))
+                    return address, self._connect(address, max(_RETRY, min(_ANSWER_TIMEOUT, deadline - time.monotonic())))
                 except OSError as error:
                     reason = error
             if time.monotonic() > deadline:
@@ -281,9 +281,9 @@ class TcpStore:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.sendall(_GREETING + (own := os.urandom(_NONCE)))
+            connection.sendall(_GREETING + (nonce := os.urandom(_NONCE)))
             answer = _receive(connection, _NONCE + _PROOF)
-            nonces = own + answer[:_NONCE]
+            nonces = nonce + answer[:_NONCE]
             if not hmac.compare_digest(answer[_NONCE:], _proof(self._secret, b"server", nonces)):
                 raise ConnectionError("the listener belongs to another job, or has another HOSTWEAVE_TOKEN")
             connection.sendall(_proof(self._secret, b"client", nonces))
@@ -308,8 +308,8 @@ def _listen(addresses: Sequence[Address]) -> socket.socket:
     for host, port in addresses:
         try:
             family, address = _interface(host)
-            both = family == socket.AF_INET6 and not address
-            return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+            is_dual_stack = family == socket.AF_INET6 and not address
+            return socket.create_server((address, port), family=family, dualstack_ipv6=is_dual_stack, backlog=_BACKLOG)
         except OSError as error:
             reason = error
     if reason.errno == errno.EADDRNOTAVAIL or isinstance(reason, socket.gaierror):
@@ -331,12 +331,14 @@ def _interface(host: str) -> tuple[socket.AddressFamily, str]:
     return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""
 
 
-def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float, patience: float) -> bytes | None:
+def _send_and_receive(
+    connection: socket.socket, kind: bytes, key: str, value: bytes, timeout: float, answer_timeout: float
+) -> bytes | None:
     name = key.encode()
-    connection.settimeout(timeout + patience)
+    connection.settimeout(timeout + answer_timeout)
     try:
         if not _has_input(connection):  # input means that the server has sent goodbye or has closed the connection
-            connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
+            connection.sendall(_REQUEST.pack(kind, len(name), len(value), timeout) + name + value)
         status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
         if status == _GOODBYE:
             raise StoreClosed("the store is closed: the process of rank 0 has ended")

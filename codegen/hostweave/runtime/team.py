@@ -17,27 +17,27 @@ from typing import Any, TypeVar
 
 from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.forks import renewed
-from hostweave.base.interrupts import LOOK, carried, taken
+from hostweave.base.interrupts import POLL_SECONDS, acquired, carried
 from hostweave.runtime.call import GlobalCall
 from hostweave.runtime.cpu import CpuSchedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT, Group
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.lifetime import expect_going_on
+from hostweave.runtime.lifetime import expect_running
 from hostweave.runtime.local import LocalProgram, StagedWork
 from hostweave.runtime.providers import Threads
-from hostweave.runtime.standstill import describe, say
+from hostweave.runtime.standstill import describe, print_report
 from hostweave.targets.target import Target
 
 T = TypeVar("T")
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
-_ENDING = 1.0  # seconds that threads get to end at the exit of the process
-_STOPPING = 60.0  # seconds that stopped ranks get to answer; on the CPU target a rank may be in a long matmul
+_END_TIMEOUT = 1.0  # seconds that threads get to end at the exit of the process
+_STOP_TIMEOUT = 60.0  # seconds that stopped ranks get to answer; on the CPU target a rank may be in a long matmul
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
-_kept: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
-_turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
+_kept_alive: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
+_run_lock = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Team:
         for thread in self._threads:
             thread.start()
         try:
-            make = partial(Group, ranks, name, count=size, timeout=INIT_TIMEOUT, call_timeout=INIT_TIMEOUT, is_watched=False)
+            make = partial(Group, ranks, name, count=size, timeout=INIT_TIMEOUT, call_timeout=INIT_TIMEOUT, has_watchdog=False)
             self.groups = self.each(lambda rank: make(rank=rank, device=rank))
         except BaseException:
             self._end_threads()
@@ -97,11 +97,11 @@ class Team:
         """Makes calls back to back, and waits for the last one. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
-        self._call(programs, calls, lambda staged, how: staged.run(how, poison))
+        self._call(programs, calls, lambda staged, native_schedule: staged.run(native_schedule, poison))
 
     def measure(self, programs: Sequence[LocalProgram], call: GlobalCall, warmups: int, repetitions: int) -> list[list[Timing]]:
         gate = programs[0].module.Gate(len(programs))
-        times = self._call(programs, [call], lambda staged, how: staged.measure(how, warmups, repetitions, gate))
+        times = self._call(programs, [call], lambda staged, native_schedule: staged.measure(native_schedule, warmups, repetitions, gate))
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
@@ -109,23 +109,25 @@ class Team:
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
-        with self.turn(module, programs[0].target, CpuSchedule()):
+        with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            made = [program.staged(calls) for program in programs]  # on the current thread, because waking the ranks' threads costs more
-        with self.turn(module, programs[0].target, schedule()):
-            return self.each(lambda rank: made[rank](work), programs)
+            staged_calls = [
+                program.staged(calls) for program in programs
+            ]  # on the current thread, because waking the ranks' threads costs more
+        with self.lease(module, programs[0].target, schedule()):
+            return self.each(lambda rank: staged_calls[rank](work), programs)
 
     @contextmanager
-    def turn(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
+    def lease(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
         """Leases the devices in the `with` block. Waits until they are free."""
         member = self.groups[0].member(module, target)
-        while not (turn := module.lease(module.Schedule(**vars(wanted)), member, LOOK)):
-            expect_going_on()
+        while not (lease := module.lease(module.Schedule(**vars(wanted)), member, POLL_SECONDS)):
+            expect_running()
         try:
             yield
         finally:
-            del turn, member  # otherwise the traceback of an error would keep them alive
+            del lease, member  # otherwise the traceback of an error would keep them alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
@@ -135,15 +137,15 @@ class Team:
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
-            queue.put(partial(_answer, answers, carried(work), rank))
+            queue.put(partial(_run_and_report, answers, carried(work), rank))
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
         is_stopping = False
-        look: Callable[[], None] = partial(self._expect_progress, programs)
+        check_wait: Callable[[], None] = partial(self._expect_progress, programs)
         try:
             while len(results) < len(self._work):
                 try:
-                    rank, results[rank], error = _next(answers, look)
+                    rank, results[rank], error = _next(answers, check_wait)
                     failure = self.groups[rank].failure if error and self.groups else None
                 except BaseException as interruption:
                     error, failure = interruption, reason_of(interruption)
@@ -152,9 +154,9 @@ class Team:
                 if error:
                     errors.append(error)
                     if failure and not is_stopping:
-                        _say_where(programs, error)
-                        self._give_up(failure)
-                        is_stopping, look = True, _until(time.monotonic() + _STOPPING)
+                        _print_positions(programs, error)
+                        self._abort(failure)
+                        is_stopping, check_wait = True, _stop_deadline(time.monotonic() + _STOP_TIMEOUT)
             if errors:
                 first = next((group.failure for group in self.groups if group.failure), "")
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
@@ -165,15 +167,15 @@ class Team:
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
         """Raises ExecutionError if the interpreter exits or no rank makes progress. The CPU device itself detects missing progress."""
-        expect_going_on()
+        expect_running()
         if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
-            raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_stands(programs)]))
+            raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))
 
-    def _give_up(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         """Aborts all ranks at the same time, because the abort of one may have to wait for another."""
         for group in self.groups[:1]:
-            group.meeting.fail(reason)  # also ends waits on the host
-        stopping = [threading.Thread(target=group.give_up, args=(reason,)) for group in self.groups]
+            group.exchange.fail(reason)  # also ends waits on the host
+        stopping = [threading.Thread(target=group.abort, args=(reason,)) for group in self.groups]
         for thread in stopping:
             thread.start()
         for thread in stopping:
@@ -188,13 +190,13 @@ class Team:
 def team_of(target: Target, size: int) -> Iterator[Team]:
     """Team of `size` ranks for programs of a target. Only the current thread may use it. If it breaks, it is closed."""
     key = target.name, size
-    with taken(_turn), native_calls:
+    with acquired(_run_lock), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)
         try:
             yield team
         except BaseException as error:
             if native_calls.ending:
-                _kept.append(error)
+                _kept_alive.append(error)
             raise
         finally:
             if team.broken:
@@ -208,37 +210,37 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         del work  # its frames may keep device memory of a program alive
 
 
-def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
+def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
     try:
         answers.put((rank, work(rank), None))
     except BaseException as error:
         answers.put((rank, None, error))
 
 
-def _next(answers: SimpleQueue[Answer], look: Callable[[], None]) -> Answer:
+def _next(answers: SimpleQueue[Answer], check_wait: Callable[[], None]) -> Answer:
     while True:
         try:
-            return answers.get(timeout=LOOK)
+            return answers.get(timeout=POLL_SECONDS)
         except Empty:
-            look()
+            check_wait()
 
 
-def _until(deadline: float) -> Callable[[], None]:
-    def look() -> None:
+def _stop_deadline(deadline: float) -> Callable[[], None]:
+    def check_wait() -> None:
         if time.monotonic() > deadline:
-            raise ExecutionError(f"a rank does not stop within {_STOPPING:g} seconds")
+            raise ExecutionError(f"a rank does not stop within {_STOP_TIMEOUT:g} seconds")
 
-    return look
+    return check_wait
 
 
-def _say_where(programs: Sequence[LocalProgram], error: BaseException) -> None:
+def _print_positions(programs: Sequence[LocalProgram], error: BaseException) -> None:
     """Prints the positions of the ranks on stderr if an interruption such as Ctrl-C occurs during a call."""
     if not isinstance(error, Exception) and any(program.progress[3] > 0 for program in programs):
-        say("\n".join([f"{programs[0].host.name}: {reason_of(error)}", *_stands(programs)]))
+        print_report("\n".join([f"{programs[0].host.name}: {reason_of(error)}", *_positions(programs)]))
 
 
-def _stands(programs: Sequence[LocalProgram]) -> list[str]:
-    return describe([[program.stand()] for program in programs])
+def _positions(programs: Sequence[LocalProgram]) -> list[str]:
+    return describe([[program.position()] for program in programs])
 
 
 @atexit.register
@@ -247,7 +249,7 @@ def _end_all() -> None:
     native_calls.end()
     for team in _teams.values():
         team.close()
-        team.join(_ENDING)
+        team.join(_END_TIMEOUT)
 
 
 os.register_at_fork(after_in_child=_teams.clear)

@@ -12,24 +12,24 @@ import weakref
 from contextlib import suppress
 
 from hostweave.base.errors import ExecutionError
+from hostweave.runtime.exchange import Exchange
 from hostweave.runtime.failures import FallibleGroup
 from hostweave.runtime.lifetime import Exiting, calls
-from hostweave.runtime.meeting import Meeting
-from hostweave.runtime.standstill import say
+from hostweave.runtime.standstill import print_report
 from hostweave.runtime.stores import StoreClosed
 
-_PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the others
+_PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and between checks of the others
 
 
-class Watch:
+class Watchdog:
     """The two threads, and the failure that the listener has found."""
 
     def __init__(self, group: FallibleGroup):
         """Starts the threads. They run until the group is closed, fails or is freed."""
         self.reason = ""  # reason why the group has failed, from another rank
-        self.silence = ""  # error of a store that does not answer
-        self.news = threading.Event()
-        self._waits_at_store = group.meeting.waits_at_store
+        self.store_error = ""  # error of a store that does not answer
+        self.wake_up = threading.Event()
+        self._waits_at_store = group.exchange.blocks_on_failure
         watchdog, self._listener = (
             threading.Thread(target=work, args=(weakref.ref(group), self), name=f"hostweave {name} of {group.name}", daemon=True)
             for work, name in ((_watch, "watchdog"), (_listen, "listener"))
@@ -40,54 +40,54 @@ class Watch:
     def end(self) -> None:
         """Ends the threads when the group is closed. If a thread were still in C++ code of the store when Python exits, the process would
         abort."""
-        self.news.set()
+        self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
-            self._listener.join(_LISTENS)
+            self._listener.join(_LISTEN_SECONDS)
 
 
 # A thread may be the one that frees the group, and thereby device memory. `with calls` keeps the interpreter from exiting meanwhile.
 
 
-def _listen(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
+def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:
     while True:
         try:
             with calls:
-                seen = _hear(watched)
-            if seen is None:
+                news = _check_peers(group_ref)
+            if news is None:
                 return
-            meeting, reason = seen
-            heard.reason = reason or meeting.failure(_LISTENS if meeting.waits_at_store else 0) or ""
-            if not heard.reason and not meeting.waits_at_store:
-                heard.news.wait(_LISTENS)
+            exchange, reason = news
+            watchdog_state.reason = reason or exchange.failure(_LISTEN_SECONDS if exchange.blocks_on_failure else 0) or ""
+            if not watchdog_state.reason and not exchange.blocks_on_failure:
+                watchdog_state.wake_up.wait(_LISTEN_SECONDS)
         except (StoreClosed, Exiting):
             return
         except ExecutionError as error:
-            heard.silence = str(error)
-        if heard.reason or heard.silence:
-            return heard.news.set()
+            watchdog_state.store_error = str(error)
+        if watchdog_state.reason or watchdog_state.store_error:
+            return watchdog_state.wake_up.set()
 
 
-def _hear(watched: weakref.ref[FallibleGroup]) -> tuple[Meeting, str | None] | None:
+def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
     """Returns the meeting of the group, and the reason why a rank cannot continue, if any. None if there is nothing to watch any more."""
-    group = watched()
-    return None if not group or group.failure else (group.meeting, group.deserted() or group.diverged())
+    group = group_ref()
+    return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 
 
-def _watch(watched: weakref.ref[FallibleGroup], heard: Watch) -> None:
+def _watch(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:
     with suppress(Exiting):
         while True:
             with calls:
-                if _is_done(watched, heard):
+                if _is_done(group_ref, watchdog_state):
                     return
-            heard.news.wait(_PERIOD)
+            watchdog_state.wake_up.wait(_PERIOD)
 
 
-def _is_done(watched: weakref.ref[FallibleGroup], heard: Watch) -> bool:
+def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> bool:
     """Fails the group if something is wrong. Returns True if there is nothing to watch any more."""
-    group = watched()
+    group = group_ref()
     if not group or group.failure:
         return True
-    if reason := heard.reason or group.overdue() or heard.silence:  # an overdue call says more than a silent store
-        say(report := group.report(reason))
-        group.give_up(report)
+    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # an overdue call says more than a silent store
+        print_report(report := group.report(reason))
+        group.abort(report)
     return bool(reason)

@@ -20,9 +20,9 @@ from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
-from hostweave.runtime.arguments import Bound
+from hostweave.runtime.arguments import BoundInputs
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.meeting import Span
+from hostweave.runtime.exchange import Span
 from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
@@ -31,10 +31,10 @@ from hostweave.types.tensor import DType
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
-_building = renewed(threading.Lock())
+_build_lock = renewed(threading.Lock())
 
 
-class WindowPlace(NamedTuple):
+class WindowPosition(NamedTuple):
     """Position of an array in window memory. It is the same on all ranks if the arrays come from the same calls of `empty`."""
 
     number: int
@@ -83,56 +83,63 @@ class Windows:
     """The window arrays of one rank of a group."""
 
     def __init__(self) -> None:
-        self.made = 0  # number of arrays that were allocated; the same on all ranks
-        self._begins: list[int] = []  # addresses of the window memory in use, sorted
+        self.allocated = 0  # number of arrays that were allocated; the same on all ranks
+        self._addresses: list[int] = []  # addresses of the window memory in use, sorted
         self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: (number of the array, size in bytes, memory)
-        self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._bound_names: weakref.WeakKeyDictionary[BoundInputs, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self.connected: set[str] = set()  # targets for which the ranks share memory
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Returns an array of this shape at the start of window memory of `size` bytes. `place` finds the memory as long as it is alive."""
+        """Returns an array of this shape at the start of window memory of `size` bytes. `position_of` finds it while it is alive."""
         self._add(memory, max(1, size))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
-    def place(self, address: int) -> WindowPlace | None:
+    def position_of(self, address: int) -> WindowPosition | None:
         """Position of an address in window memory, or None if the address is elsewhere."""
-        if (at := bisect_right(self._begins, address) - 1) < 0:
+        if (at := bisect_right(self._addresses, address) - 1) < 0:
             return None
-        offset, (number, size, memory) = address - self._begins[at], self._known[at]
-        return WindowPlace(number, offset) if offset < size and memory() is not None else None
+        offset, (number, size, memory) = address - self._addresses[at], self._known[at]
+        return WindowPosition(number, offset) if offset < size and memory() is not None else None
 
-    def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
+    def names(self, bound: BoundInputs, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
         """Names of the bound inputs and other parameters whose arrays are in windows. The result is cached for bound arrays."""
-        if (held := self._held.get(bound)) is None:
-            held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
-        return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
+        if (names_of_bound := self._bound_names.get(bound)) is None:
+            names_of_bound = self._bound_names[bound] = tuple(
+                name for name, (_, array) in bound.arrays.items() if self._position_of_array(array)
+            )
+        return (
+            *names_of_bound,
+            *(parameter.name for parameter, array in arguments if array is not None and self._position_of_array(array)),
+        )
 
     def _add(self, memory: Any, size: int) -> None:
-        pairs = zip(self._begins, self._known, strict=True)
-        known = {begin: one for begin, one in pairs if one[-1]() is not None} | {memory.address: (self.made, size, weakref.ref(memory))}
-        self._begins = sorted(known)
-        self._known = [known[begin] for begin in self._begins]
+        pairs = zip(self._addresses, self._known, strict=True)
+        known = {begin: one for begin, one in pairs if one[-1]() is not None} | {
+            memory.address: (self.allocated, size, weakref.ref(memory))
+        }
+        self._addresses = sorted(known)
+        self._known = [known[begin] for begin in self._addresses]
 
-    def _place_of(self, array: Array) -> WindowPlace | None:
+    def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
-            return self.place(library_of(array).address(array))
+            return self.position_of(library_of(array).address(array))
         except (TypeError, AttributeError, RuntimeError):  # not an array, which the call will report
             return None
 
 
-def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPlace, ...]:
+def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPosition, ...]:
     """Positions of the arguments that a program declares to be in windows. Raises ArgumentError if one is elsewhere."""
     places, remedy = [], "pass an array of group.empty"
-    begins = {span.name: span.begin for span in spans}  # empty arrays have no span
+    addresses = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):
         name, is_missing = parameter.name, parameter in host.results and not has_outputs
-        place = windows.place(begins[name]) if name in begins else None
-        if is_missing or (name in begins and place is None):
+        position_of = windows.position_of(addresses[name]) if name in addresses else None
+        if is_missing or (name in addresses and position_of is None):
             where = f"{host.name}: {'out=: ' * (parameter in host.results)}{name}"
             raise ArgumentError(f"{where}: is not in a window, but the program was compiled for an array in a window; {remedy}")
-        places += [place] if place else []
+        places += [position_of] if position_of else []
     return tuple(places)
 
 
@@ -155,10 +162,10 @@ def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int,
 
 
 @cache
-def built(target: str) -> ModuleType:
+def memory_module(target: str) -> ModuleType:
     """Module of an empty program. The module of any program has the code for group memory."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
-    with _building:  # ranks that are threads request it at the same time
+    with _build_lock:  # ranks that are threads request it at the same time
         folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
         on.expect_memory()
         return load(folder / MODULE_FILE, on.dlopen_flags)

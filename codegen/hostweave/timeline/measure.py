@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import Timeline
@@ -40,7 +40,7 @@ def _marked(body: tree.Body) -> tree.Body:
 def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str, marks_ms: Sequence[Sequence[float]]) -> Timeline:
     """Returns the timeline of a call of `marked(program)`. `marks_ms` has, for each rank, the times at which it reached its marks."""
     instances = instantiate(marked(program), sizes)
-    ranks = tasks_of(instances, meetings(instances), machine)
+    ranks = tasks_of(instances, match_communications(instances), machine)
     for tasks, times in zip(ranks, marks_ms, strict=True):
         _take_times(tasks, times)
     _align(ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
@@ -26,7 +26,7 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
         raise ProgramError(f"{program.name}: predict: {why}; give {example}")
     instances = instantiate(program, sizes)
-    ranks = tasks_of(instances, meetings(instances), machine)
+    ranks = tasks_of(instances, match_communications(instances), machine)
     play(ranks)
     network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
     found = timeline_of(program, sizes, f"predicted from the figures of {machine.name}{network}", ranks)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hostweave.check.match_collectives import MatchedCollective
+from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation
 from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
 from hostweave.host_ir import tree
@@ -55,7 +55,7 @@ class SimulatedTask:
         return self.end >= 0
 
 
-def tasks_of(instances: Instances, met: Iterable[MatchedCollective], machine: Machine) -> list[list[SimulatedTask]]:
+def tasks_of(instances: Instances, met: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
     """Returns the tasks of every rank in the order of issue, with their dependencies."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
     ranks = []
@@ -92,7 +92,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
             work, has_met = replace(work, seconds=work.seconds + late), True
         task = found[operation] = SimulatedTask(operation, work)
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
-        if operation.takes_turns:
+        if operation.may_be_serialised:
             before += [posted] if posted else []
             posted = task
         for earlier in dict.fromkeys(before):
@@ -108,7 +108,7 @@ def _after(task: SimulatedTask, earlier: SimulatedTask) -> None:
     task.blocked += 1
 
 
-def _meet(meeting: MatchedCollective, task_of: dict[Operation, SimulatedTask]) -> None:
+def _meet(meeting: MatchedCommunications, task_of: dict[Operation, SimulatedTask]) -> None:
     tasks = [task_of[part] for part in meeting.parts]
     if meeting.is_signal:
         _after(tasks[1], tasks[0])

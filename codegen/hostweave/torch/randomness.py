@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.runtime.exchange import CallSignature
 from hostweave.runtime.group import Group
-from hostweave.runtime.meeting import CallSignature
 from hostweave.torch.ops import ops
 
 SEEDS = "random_seeds"  # argument of the programs with one seed per op
@@ -38,7 +38,7 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
     """
     draws = group is None or not group.in_process or group.rank == 0
     own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []
-    if group is not None and group.count > 1 and group.can_meet:
+    if group is not None and group.count > 1 and group.can_exchange:
         if group.in_process:
             own = json.loads(_exchanged(name, own, group)[0])
         elif not _is_same(name, own, group):
@@ -48,7 +48,7 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
 
 
 def _is_same(name: str, seeds: list[int], group: Group) -> bool:
-    same = group.same_on_board(name, hash(tuple(seeds)), lambda: None, "")
+    same = group.same_on_host(name, hash(tuple(seeds)), lambda: None, "")
     return len(set(_exchanged(name, seeds, group))) == 1 if same is None else same
 
 

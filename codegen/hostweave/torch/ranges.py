@@ -65,7 +65,7 @@ class Ranges(Generic[P]):
             self._calls[of_rank] = calls = calls + 1
             if not is_one and calls % _MEET and calls & (calls - 1):
                 return None
-            if not (made.done() if is_one or group is None else group.all_say(made.done())):
+            if not (made.done() if is_one or group is None else group.all_true(made.done())):
                 return None
             self._calls[of_rank] = -1
         return made.result()

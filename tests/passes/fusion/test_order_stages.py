@@ -8,7 +8,7 @@ from interpret import interpret
 
 import hostweave as hw
 from hostweave.check.check import check
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir
 from hostweave.pipeline import lower
@@ -53,7 +53,7 @@ def units(program: ir.HostProgram) -> float:
     at the same time."""
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
-    for meeting in meetings(instances):
+    for meeting in match_communications(instances):
         ids = {id(part) for part in meeting.parts}
         for one in ids:
             partners.setdefault(one, set()).update(ids)

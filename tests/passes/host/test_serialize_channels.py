@@ -13,7 +13,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.check import channel_order
 from hostweave.check.check import check
 from hostweave.check.happens_before import Task, order, run
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
@@ -331,7 +331,7 @@ def known_of_step_before(program: HostProgram, first: type[tree.Instruction], la
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
-    for task, clock in run(order(instances, meetings(instances))):
+    for task, clock in run(order(instances, match_communications(instances))):
         kind, rank = type(task.operation.instruction), task.operation.rank
         done.setdefault((rank, kind), []).append(task)
         if kind is first and (number := len(done[rank, kind])) > 1:

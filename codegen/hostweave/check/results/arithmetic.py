@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-HASHED, JOINED = LANES, DUAL  # HASHED: exp is a random function. JOINED: exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # how exp is computed: as a random function, or so that exp(a + b) = exp(a) exp(b)
 
 
 @cache
@@ -35,8 +35,8 @@ def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
     if dtype.kind == "float":
         return functions.real.of(x)
     exact = x if isinstance(x, Lanes) else Exact.of(x)
-    wanted = dtype_in_lanes(dtype)
-    return exact if exact.dtype == wanted else exact.astype(wanted)
+    expected = dtype_in_lanes(dtype)
+    return exact if exact.dtype == expected else exact.astype(expected)
 
 
 def results_of_kernel(
@@ -47,14 +47,14 @@ def results_of_kernel(
     for x in inputs:
         elements = x.element if isinstance(x, Real) else field.of_integers(x.value)
         flat = elements.reshape(len(elements), -1)
-        places = np.arange(flat.shape[1], dtype=np.uint64)
-        digest = field.hashed(name, digest, field.hashed("of input", flat, places).sum(axis=1) % P)
+        positions = np.arange(flat.shape[1], dtype=np.uint64)
+        digest = field.hashed(name, digest, field.hashed("of input", flat, positions).sum(axis=1) % P)
     results: list[Lanes] = []
     for number, (shape, dtype) in enumerate(outputs):
-        places = np.arange(int(np.prod(shape)), dtype=np.uint64)
-        elements = field.hashed(f"{name} {number}", digest[:, None], places).reshape(len(digest), *shape)
+        positions = np.arange(int(np.prod(shape)), dtype=np.uint64)
+        elements = field.hashed(f"{name} {number}", digest[:, None], positions).reshape(len(digest), *shape)
         if dtype.kind == "float":
-            results.append(functions.real.exactly(elements / (PRIME / 4) - 2, elements))
+            results.append(functions.real.from_parts(elements / (PRIME / 4) - 2, elements))
         else:
             results.append(Exact((elements % np.uint64(2)).astype(dtype_in_lanes(dtype))))
     return tuple(results)
@@ -62,8 +62,8 @@ def results_of_kernel(
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
     """Converts indices to i64. An index out of range, for which a program fails, is taken modulo the dim."""
-    places: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
-    return places
+    positions: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
+    return positions
 
 
 def _philox(_: Any, i: Any, *others: Any) -> Any:
@@ -71,12 +71,12 @@ def _philox(_: Any, i: Any, *others: Any) -> Any:
     return Real.of(Exact(OPS["philox"].numpy(np, *values_of(Exact.of(i), *others))))
 
 
-_OTHERWISE = {"index": _index, "philox": _philox}
+_OVERRIDES = {"index": _index, "philox": _philox}
 
 
 def function_of(op: Op) -> Any:
     """The function of an op, for arrays in lanes."""
-    return _OTHERWISE.get(op.kind, OPS[op.kind].numpy)
+    return _OVERRIDES.get(op.kind, OPS[op.kind].numpy)
 
 
 def run_fusion(
@@ -100,16 +100,21 @@ def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Si
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]
     lanes = max((x.lanes for x in tensors), default=1)
-    wholes = [functions.zeros(shape, dtype_in_lanes(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
-    wholes = [whole.map(lambda part: np.repeat(part, lanes, axis=0)) for whole in wholes]
+    global_outputs = [functions.zeros(shape, dtype_in_lanes(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
+    global_outputs = [global_output.map(lambda part: np.repeat(part, lanes, axis=0)) for global_output in global_outputs]
     for rank in mesh.all_ranks:
 
-        def places(type: TensorType, shape: tuple[int, ...], rank: int = rank) -> tuple[Any, ...]:
+        def positions(type: TensorType, shape: tuple[int, ...], rank: int = rank) -> tuple[Any, ...]:
             return block_of(TensorType(type.dtype, type.dims), mesh, rank, shape)
 
-        blocks = [x[places(type, x.shape)] for type, x in zip(kernel.inputs, tensors, strict=True)]
-        at = [places(type, shape) for type, shape in zip(kernel.outputs, shapes, strict=True)]
-        stated = [(whole[place].shape, type.dtype) for whole, place, type in zip(wholes, at, kernel.outputs, strict=True)]
-        for whole, place, block in zip(wholes, at, results_of_kernel(kernel.name, blocks, stated, functions), strict=True):
-            whole[place] = block
-    return tuple(wholes)
+        blocks = [x[positions(type, x.shape)] for type, x in zip(kernel.inputs, tensors, strict=True)]
+        blocks_of_outputs = [positions(type, shape) for type, shape in zip(kernel.outputs, shapes, strict=True)]
+        outputs = [
+            (global_output[block_index].shape, type.dtype)
+            for global_output, block_index, type in zip(global_outputs, blocks_of_outputs, kernel.outputs, strict=True)
+        ]
+        for global_output, block_index, block in zip(
+            global_outputs, blocks_of_outputs, results_of_kernel(kernel.name, blocks, outputs, functions), strict=True
+        ):
+            global_output[block_index] = block
+    return tuple(global_outputs)

@@ -28,11 +28,11 @@ class Dual(Real):
     count: ClassVar[int] = 5
 
     @classmethod
-    def exactly(cls, shadow: Part, element: Part) -> Self:
-        return cls.plain(shadow, element, np.zeros_like(element))
+    def from_parts(cls, shadow: Part, element: Part) -> Self:
+        return cls.without_argument(shadow, element, np.zeros_like(element))
 
     @classmethod
-    def plain(cls, shadow: Part, a: Part, b: Part) -> Self:
+    def without_argument(cls, shadow: Part, a: Part, b: Part) -> Self:
         return cls(shadow, a, b, np.zeros_like(a), np.zeros_like(a))
 
     def _exponential(self) -> tuple[Part, Part]:
@@ -40,70 +40,70 @@ class Dual(Real):
         _, a, _, c, d = self.parts
         return np.where(c != 0, c, field.ONE), np.where(c != 0, d, a)
 
-    def added(self, other: Real) -> Real:
+    def add(self, other: Real) -> Real:
         shadow, a, b, c, _ = self.parts
         shadow_, a_, b_, c_, _ = other.parts
-        carries = (c != 0) | (c_ != 0)
+        has_argument = (c != 0) | (c_ != 0)
         (x, y), (z, w) = self._exponential(), Dual(*other.parts)._exponential()
-        exponential = (np.where(carries, part, field.ZERO) for part in (x * z % P, (x * w + y * z) % P))
+        exponential = (np.where(has_argument, part, field.ZERO) for part in (x * z % P, (x * w + y * z) % P))
         return Dual(shadow + shadow_, field.sum_of(a, a_), field.sum_of(b, b_), *exponential)
 
-    def negated(self) -> Real:
+    def negative(self) -> Real:
         shadow, a, b, c, d = self.parts
         inverse = field.inverse(c)
         return Dual(-shadow, field.negative(a), field.negative(b), inverse, field.negative(d * (inverse * inverse % P) % P))
 
-    def times(self, other: Real) -> Real:
+    def multiply(self, other: Real) -> Real:
         shadow, a, b, *_ = self.parts
         shadow_, a_, b_, *_ = other.parts
-        return Dual.plain(shadow * shadow_, a * a_ % P, (a * b_ + b * a_) % P)
+        return Dual.without_argument(shadow * shadow_, a * a_ % P, (a * b_ + b * a_) % P)
 
     def inverse(self) -> Real:
         shadow, a, b, *_ = self.parts
         inverse = field.inverse(a)
-        return Dual.plain(1 / shadow, inverse, field.negative(b * (inverse * inverse % P) % P))
+        return Dual.without_argument(1 / shadow, inverse, field.negative(b * (inverse * inverse % P) % P))
 
     def matmul(self, other: Real) -> Real:
         shadow, a, b, *_ = self.parts
         shadow_, a_, b_, *_ = other.parts
-        return Dual.plain(np.matmul(shadow, shadow_), field.matmul(a, a_), (field.matmul(a, b_) + field.matmul(b, a_)) % P)
+        return Dual.without_argument(np.matmul(shadow, shadow_), field.matmul(a, a_), (field.matmul(a, b_) + field.matmul(b, a_)) % P)
 
-    def summed(self, axes: tuple[int, ...], keepdims: bool) -> Real:
-        total = super().summed(axes, keepdims)
+    def sum(self, axes: tuple[int, ...], keepdims: bool) -> Real:
+        total = super().sum(axes, keepdims)
         if not self.parts[3].any():
             return total
         kept = [i for i in range(self.parts[0].ndim) if i not in axes]
         rows = self.map(lambda part: np.transpose(part, (*kept, *axes)).reshape(*(part.shape[i] for i in kept), -1))
         columns: list[Real] = [Dual(*(part[..., i] for part in rows.parts)) for i in range(rows.parts[0].shape[-1])]
-        carried = reduce(lambda x, y: x.added(y), columns)
+        carried = reduce(lambda x, y: x.add(y), columns)
         return Dual(*total.parts[:3], *(part.reshape(total.parts[0].shape) for part in carried.parts[3:]))
 
-    def moduli(self, function: Callable[..., Part]) -> Real:
+    def apply_linear(self, function: Callable[..., Part]) -> Real:
         shadow, a, b, *_ = self.parts
-        return Dual.plain(function(shadow), field.reduced(function(a)), field.reduced(function(b)))
+        return Dual.without_argument(function(shadow), field.reduced(function(a)), field.reduced(function(b)))
 
     def exp(self) -> Real:
         shadow = np.exp(np.minimum(self.value, 80))
         a, b = (np.where(shadow == 0, field.ZERO, part) for part in self._exponential())
-        return Dual.plain(shadow, a, b)
+        return Dual.without_argument(shadow, a, b)
 
     def log(self) -> Real:
-        return Dual(*self.opaque("log", np.log(np.abs(self.value))).parts[:3], *self.parts[1:3])
+        return Dual(*self.random_function("log", np.log(np.abs(self.value))).parts[:3], *self.parts[1:3])
 
-    def opaque(self, word: str, shadow: Part, *others: Real) -> Real:
+    def random_function(self, word: str, shadow: Part, *others: Real) -> Real:
         parts = [part for x in (self, *others) for part in x.parts[1:3]]
-        return Dual.plain(shadow, field.hashed(word, *parts), field.hashed(f"{word} b", *parts))
+        return Dual.without_argument(shadow, field.hashed(word, *parts), field.hashed(f"{word} b", *parts))
 
-    def is_same(self, other: Real) -> Part:
+    def equals(self, other: Real) -> Part:
         same: Part = (self.parts[1] == other.parts[1]) & (self.parts[2] == other.parts[2])
         return same
 
     def differs(self, other: Lanes) -> Part:
         (x, y), (z, w) = self._exponential(), Dual(*other.parts)._exponential()
-        carry = (self.parts[3] != 0) & (other.parts[3] != 0)
-        are_near = np.abs(self.value - other.value) <= TOLERANCE * (1 + np.abs(other.value))
+        has_arguments = (self.parts[3] != 0) & (other.parts[3] != 0)
+        is_near = np.abs(self.value - other.value) <= TOLERANCE * (1 + np.abs(other.value))
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
-        same = np.where(carry, (x == z) & (y == w), self.is_same(Dual(*other.parts))) & are_near
+        same = np.where(has_arguments, (x == z) & (y == w), self.equals(Dual(*other.parts))) & is_near
         differ: Part = ~np.where(is_finite, same, (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value)))
         return differ
 

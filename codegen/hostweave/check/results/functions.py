@@ -15,29 +15,29 @@ import numpy as np
 
 from hostweave.check.results.field import P
 from hostweave.check.results.lanes import (
-    Apart,
     Exact,
     Lanes,
+    NeedsSingleLane,
     Number,
     Part,
     Real,
     aligned,
+    as_reals,
     has_lanes,
     inner_axes,
     inner_axis,
     is_float,
     key_of,
-    kind_of,
-    reals,
-    snapped,
+    rounded_if_near,
     values_of,
+    widest_real,
 )
 
 # NumPy functions that are replaced by random functions of the field -> the function that maps any operand into the domain of the NumPy
 # function
-_ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
-_OPAQUE: dict[str, Callable[[Part], Part]] = {
-    **dict.fromkeys(_ANYWHERE, lambda x: x),
+_ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
+_RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
+    **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
     **dict.fromkeys(("log1p", "log2", "log10"), np.abs),
     **dict.fromkeys(("arcsin", "arccos", "arctanh"), lambda x: x / (1 + np.abs(x))),
     "arccosh": lambda x: 1 + np.abs(x),
@@ -58,8 +58,8 @@ class Functions:
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OPAQUE:
-            return lambda *xs: self._opaque(name, *aligned(reals(*xs)))
+        if name in _RANDOM_FUNCTIONS:
+            return lambda *xs: self._random_function(name, *aligned(as_reals(*xs)))
         function = getattr(np, name)
         if not callable(function) or isinstance(function, type):
             return function
@@ -76,32 +76,32 @@ class Functions:
     @staticmethod
     def subtract(x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
-            return x.added(y.negated())
+            x, y = as_reals(x, y)
+            return x.add(y.negative())
         x, y = values_of(x, y)
         return Exact(x - y)
 
     @staticmethod
     def multiply(x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
-            return x.times(y)
+            x, y = as_reals(x, y)
+            return x.multiply(y)
         x, y = values_of(x, y)
         return Exact(x * y)
 
     @staticmethod
     def divide(x: Any, y: Any) -> Any:
-        x, y = reals(x, y)
-        result = x.times(y.inverse())
+        x, y = as_reals(x, y)
+        result = x.multiply(y.inverse())
         return type(result)(x.value / y.value, *result.parts[1:])
 
     @staticmethod
     def negative(x: Any) -> Any:
-        return x.negated() if isinstance(x, Real) else Exact(-x.value)
+        return x.negative() if isinstance(x, Real) else Exact(-x.value)
 
     def floor_divide(self, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
+            x, y = as_reals(x, y)
             return self.integer(np.floor, x, x.value / y.value)
         return Exact(np.floor_divide(*values_of(x, y)))
 
@@ -114,22 +114,22 @@ class Functions:
         """A product for integer powers. Otherwise a random function of both operands."""
         if not (is_float(x) or is_float(y)):
             return Exact(np.power(*values_of(x, y)))
-        number = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
-        if number is not None and number == int(number) and 0 <= number <= 64:
-            return reduce(lambda total, _: self.multiply(total, x), range(int(number)), self.multiply(x, 0.0) + 1.0)
-        x, y = reals(x, y)
-        return x.opaque("pow", np.power(np.abs(x.value), y.value), y)
+        exponent = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
+        if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 64:
+            return reduce(lambda total, _: self.multiply(total, x), range(int(exponent)), self.multiply(x, 0.0) + 1.0)
+        x, y = as_reals(x, y)
+        return x.random_function("pow", np.power(np.abs(x.value), y.value), y)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        return self._chosen(np.maximum, np.greater, x, y)
+        return self._select(np.maximum, np.greater, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
-        return self._chosen(np.minimum, np.less, x, y)
+        return self._select(np.minimum, np.less, x, y)
 
-    def _chosen(self, function: Any, is_first: Any, x: Any, y: Any) -> Any:
+    def _select(self, function: Any, is_first: Any, x: Any, y: Any) -> Any:
         if not (is_float(x) or is_float(y)):
             return Exact(function(*values_of(x, y)))
-        x, y = reals(x, y)
+        x, y = as_reals(x, y)
         return self.where(Exact(is_first(x.value, y.value) | np.isnan(x.value)), x, y)
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
@@ -138,41 +138,41 @@ class Functions:
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            c, x, y = aligned([Exact.of(condition), *reals(x, y)])
+            c, x, y = aligned([Exact.of(condition), *as_reals(x, y)])
             return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.parts, y.parts, strict=True)))
         return Exact(np.where(*values_of(condition, x, y)))
 
     def fmod(self, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
+            x, y = as_reals(x, y)
             return x - self.integer(np.trunc, x, x.value / y.value) * y
         return Exact(np.fmod(*values_of(x, y)))
 
     @staticmethod
-    def _opaque(name: str, x: Any, *others: Any) -> Any:
+    def _random_function(name: str, x: Any, *others: Any) -> Any:
         """A random function in place of a function that the field lacks. The operand is first mapped into the function's domain."""
         with np.errstate(all="ignore"):
-            inside = _OPAQUE[name](x.value)
-            return x.opaque(name, getattr(np, name)(inside, *(other.value for other in others)), *others)
+            in_domain = _RANDOM_FUNCTIONS[name](x.value)
+            return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
 
     # --- of one element ---
 
     def exp(self, x: Any) -> Any:
-        return reals(x)[0].exp()
+        return as_reals(x)[0].exp()
 
     def log(self, x: Any) -> Any:
-        return reals(x)[0].log()
+        return as_reals(x)[0].log()
 
     def sqrt(self, x: Any) -> Any:
         if isinstance(x, Number):
             return np.sqrt(x)
-        return x.opaque("sqrt", np.sqrt(np.abs(x.value)))
+        return x.random_function("sqrt", np.sqrt(np.abs(x.value)))
 
     @staticmethod
     def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
         def computed(x: Any) -> Any:
             shadows = np.fromiter(map(function, x.value.ravel().tolist()), np.float64, x.value.size)  # takes half the time of np.vectorize
-            return x.opaque(function.__name__, shadows.reshape(x.value.shape))
+            return x.random_function(function.__name__, shadows.reshape(x.value.shape))
 
         return computed
 
@@ -184,7 +184,7 @@ class Functions:
 
     @staticmethod
     def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Lanes:
-        return type(x).of(Exact(function(snapped(x.value if of is None else of))))
+        return type(x).of(Exact(function(rounded_if_near(x.value if of is None else of))))
 
     # --- of whole dims ---
 
@@ -192,9 +192,7 @@ class Functions:
     def sum(x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
         axes = inner_axes(axis, x.ndim)
         return (
-            x.summed(axes, keepdims)
-            if isinstance(x, Real)
-            else Exact(np.asarray(np.sum(x.value, axis=axes, keepdims=keepdims, dtype=dtype)))
+            x.sum(axes, keepdims) if isinstance(x, Real) else Exact(np.asarray(np.sum(x.value, axis=axes, keepdims=keepdims, dtype=dtype)))
         )
 
     def mean(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
@@ -213,14 +211,14 @@ class Functions:
     def min(self, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
         return self._extreme(np.min, np.argmin, x, axis, keepdims, initial)
 
-    def _extreme(self, function: Any, place: Any, x: Any, axis: Any, keepdims: bool, initial: Any) -> Any:
+    def _extreme(self, function: Any, arg_function: Any, x: Any, axis: Any, keepdims: bool, initial: Any) -> Any:
         if not isinstance(x, Real):
             given = {} if initial is None else {"initial": initial}
             return Exact(np.asarray(function(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims, **given)))
         rows, shape = _as_rows(x, axis, keepdims)
         if not rows.shape[-1]:
             return self.full(shape, initial, np.float64)
-        at = place(rows.value, axis=-1)[..., None]
+        at = arg_function(rows.value, axis=-1)[..., None]
         return rows.map(lambda part: np.take_along_axis(part, at, -1)).reshape(shape)
 
     @staticmethod
@@ -235,12 +233,12 @@ class Functions:
     @staticmethod
     def cumsum(x: Any, axis: int, dtype: Any = None) -> Any:
         along = inner_axis(axis, x.ndim)
-        return x.moduli(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
+        return x.apply_linear(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
 
     @staticmethod
     def matmul(x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
+            x, y = as_reals(x, y)
             return x.matmul(y)
         return Exact(np.matmul(*values_of(x, y)))
 
@@ -317,16 +315,16 @@ class Functions:
 
     @staticmethod
     def nonzero(x: Any) -> Any:
-        return np.nonzero(x.alone() if isinstance(x, Lanes) else x)
+        return np.nonzero(x.single_lane() if isinstance(x, Lanes) else x)
 
 
 def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> Lanes:
-    kind: type[Lanes] = kind_of(xs) if any(map(is_float, xs)) else Exact
+    kind: type[Lanes] = widest_real(xs) if any(map(is_float, xs)) else Exact
     arrays = [kind.of(x) for x in xs]
     lanes = max(x.lanes for x in arrays)
-    of_each = zip(*(x.parts for x in arrays), strict=True)
+    columns = zip(*(x.parts for x in arrays), strict=True)
     return type(arrays[0])(
-        *(function([np.broadcast_to(part, (lanes, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in of_each)
+        *(function([np.broadcast_to(part, (lanes, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in columns)
     )
 
 
@@ -346,18 +344,18 @@ class _Add:
 
     def __call__(self, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
-            x, y = reals(x, y)
-            return x.added(y)
+            x, y = as_reals(x, y)
+            return x.add(y)
         x, y = values_of(x, y)
         return Exact(x + y)
 
     @staticmethod
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
-        added = x.like(y)
-        if added.lanes > x.lanes:  # x has one lane, and is modified in place
-            raise Apart
-        for part, new in zip(x.parts, added.parts, strict=True):
+        addend = x.like(y)
+        if addend.lanes > x.lanes:  # x has one lane, and is modified in place
+            raise NeedsSingleLane
+        for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)
             if isinstance(x, Real) and part is not x.value:
                 part %= P
@@ -386,18 +384,18 @@ def _comparison(name: str) -> Callable[[Any, Any], Any]:
     def compared(x: Any, y: Any) -> Any:
         if not (is_float(x) or is_float(y)):
             return Exact(function(*values_of(x, y)))
-        x, y = reals(x, y)
-        same = x.is_same(y) & (np.isfinite(x.value) == np.isfinite(y.value))
+        x, y = as_reals(x, y)
+        same = x.equals(y) & (np.isfinite(x.value) == np.isfinite(y.value))
         return Exact(function(x.value, y.value) & ~same if is_strict else function(x.value, y.value) | same)
 
     return compared
 
 
-def _of_two_exact(name: str) -> Callable[[Any, Any], Any]:
+def _binary_on_integers(name: str) -> Callable[[Any, Any], Any]:
     return lambda x, y: Exact(getattr(np, name)(*values_of(x, y)))
 
 
-def _of_one_value(name: str) -> Callable[[Any], Any]:
+def _unary_on_values(name: str) -> Callable[[Any], Any]:
     return lambda x: Exact(getattr(np, name)(x.value))
 
 
@@ -411,10 +409,10 @@ def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
 
 
 _add(_comparison, "less greater not_equal less_equal greater_equal equal")
-_add(_of_two_exact, "logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
-_add(_of_one_value, "isneginf isnan isfinite logical_not bitwise_invert")
+_add(_binary_on_integers, "logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
+_add(_unary_on_values, "isneginf isnan isfinite logical_not bitwise_invert")
 _add(_to_integers, "floor ceil trunc round")
-_MOVED: dict[str, Callable[..., Any]] = {
+_MOVES: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "reshape": lambda x, shape: x.reshape(shape),
     "swapaxes": lambda x, one, other: x.map(lambda part: np.swapaxes(part, inner_axis(one, x.ndim), inner_axis(other, x.ndim))),
@@ -422,6 +420,6 @@ _MOVED: dict[str, Callable[..., Any]] = {
     "flip": lambda x, axis: x.map(lambda part: np.flip(part, inner_axis(axis, x.ndim))),
     "take": lambda x, indices, axis: x.map(lambda part: np.take(part, indices, inner_axis(axis, x.ndim))),
 }
-_add(_MOVED.__getitem__, " ".join(_MOVED))
+_add(_MOVES.__getitem__, " ".join(_MOVES))
 
 LANES = Lanes.functions = Functions()

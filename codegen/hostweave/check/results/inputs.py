@@ -23,23 +23,21 @@ from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
-OTHERS = range(3)  # values of integers that no op uses as positions or lengths
+SMALL_INTEGERS = range(3)  # values of integers that no op uses as positions or lengths
 BITS = 2**16  # values of integers whose bits are reduced by xor: two results of few bits are often equal
-ANY, PLACES, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
+ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 
 
-def random_inputs(
-    fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, steering: Mapping[str, tuple[str, int]]
-) -> dict[str, Lanes]:
+def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, roles: Mapping[str, tuple[str, int]]) -> dict[str, Lanes]:
     """Global inputs with one lane per seed. The shadow of a float is independent of its element."""
     random = _Random()
-    return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
+    return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MOST_BLOCKS = 2**13, 32  # numbers per block, and cached blocks: all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks: all checks of a process draw the same numbers
 
 
-@lru_cache(MOST_BLOCKS)
+@lru_cache(MAX_BLOCKS)
 def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
     """A block of shadows, and one of independent elements."""
     random = np.random.default_rng((39, number))
@@ -61,37 +59,37 @@ class _Random:
         return tuple(np.concatenate(parts).reshape(shape) for parts in zip(*pieces, strict=True))
 
 
-def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, most: int) -> Lanes:
+def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, bound: int) -> Lanes:
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
         shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # every element has both signs, because abs negates only negative numbers
-        return functions.real.exactly(shadow, element)
+        return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
-    ranges = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1), ENDS: (0, most + 1)}
-    low, high = (ranges | {XORED: (0, BITS)}).get(role, (OTHERS.start, OTHERS.stop))
+    range_of_role = {POSITIONS: (0, bound), STARTS: (0, bound + 1), LENGTHS: (0, bound + 1), OFFSETS: (0, bound + 1), ENDS: (0, bound + 1)}
+    low, high = (range_of_role | {XORED: (0, BITS)}).get(role, (SMALL_INTEGERS.start, SMALL_INTEGERS.stop))
     values: Any = random.integers(low, max(high, low + 1), shape)
     if role in (OFFSETS, ENDS):
         values.sort(axis=-1)
     if role == OFFSETS:
-        values[..., :1], values[..., -1:] = 0, most
+        values[..., :1], values[..., -1:] = 0, bound
     if role == LENGTHS and values.size > 1:
-        values.flat[0] = most
+        values.flat[0] = bound
     return Exact(values.astype(dtype_in_lanes(type.dtype)))
 
 
-def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
+def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
     """The role and the upper bound of each integer input that has positions, lengths or offsets."""
     found: dict[str, tuple[str, int]] = {}
-    for name, role, most in _steering(fusion, sizes):
+    for name, role, bound in _index_roles(fusion, sizes):
         if role != XORED or name not in found:
-            before = found.get(name, (role, most))
-            found[name] = (role, min(most, before[1]))
+            earlier = found.get(name, (role, bound))
+            found[name] = (role, min(bound, earlier[1]))
     return {v.name: found[v.name] for v in fusion.inputs if v.name in found}
 
 
-def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
+def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value only moves elements of
     another value, yields that one instead."""
     moved: dict[str, str] = {}
@@ -107,13 +105,13 @@ def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     for op in fusion.ops:
         if op.callee:
             if op.kind != "output":
-                inner = steering_integers(op.callee, sizes)
-                further = (op.callee.inputs[at] for at in op[LAGGED]) if op.kind == "repeat" else ()
-                for given, parameter in zip(op.tensors, (*op.callee.inputs, *further), strict=True):
+                inner = index_roles(op.callee, sizes)
+                lagged = (op.callee.inputs[at] for at in op[LAGGED]) if op.kind == "repeat" else ()
+                for given, parameter in zip(op.tensors, (*op.callee.inputs, *lagged), strict=True):
                     if parameter.name in inner:
                         yield (source(given), *inner[parameter.name])
         elif op.kind in ("index", "start"):
-            yield source(op.tensors[0]), PLACES if op.kind == "index" else STARTS, size(op.tensors[1], 0)
+            yield source(op.tensors[0]), POSITIONS if op.kind == "index" else STARTS, size(op.tensors[1], 0)
         elif op.kind in GROUPED:
             yield source(op.tensors[3]), ENDS, size(op.tensors[0], 0)
         elif op.kind.startswith("attention"):

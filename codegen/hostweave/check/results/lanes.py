@@ -1,7 +1,7 @@
 """Arrays with several lanes: one lane per rank and seed.
 
 The lane is the first dim of every part. Shapes and axes do not include it. A function that branches on a value, such as `int(x)`, raises
-Apart. `apply` then calls it for each lane separately.
+NeedsSingleLane. `apply` then calls it for each lane separately.
 
 Integers and bools are exact. A float is a `Real`, which has two parts. The first is the shadow, in f64. It decides comparisons, maxima,
 orders, casts to integers and infinities. The second is an element of a finite field, random and independent of the shadow. Its sums and
@@ -23,10 +23,10 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-NEAR = 1e-9  # largest rounding error of a shadow that is meant to be an integer
+ROUNDING_TOLERANCE = 1e-9  # largest rounding error of a shadow that is meant to be an integer
 
 
-class Apart(Exception):
+class NeedsSingleLane(Exception):
     """Raised by a function that branches on a value. It must then be called for each lane separately."""
 
 
@@ -73,10 +73,10 @@ class Lanes:
     def lane(self, number: int) -> Lanes:
         return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
 
-    def alone(self) -> Part:
-        """The value of the only lane. Raises Apart if there are several lanes."""
+    def single_lane(self) -> Part:
+        """The value of the only lane. Raises NeedsSingleLane if there are several lanes."""
         if self.lanes > 1:
-            raise Apart
+            raise NeedsSingleLane
         value: Part = self.value[0]
         return value
 
@@ -84,12 +84,12 @@ class Lanes:
         return self.shape[0]
 
     def __int__(self) -> int:
-        return int(self.alone())
+        return int(self.single_lane())
 
     __index__ = __int__
 
     def __bool__(self) -> bool:
-        return bool(self.alone())
+        return bool(self.single_lane())
 
     def any(self) -> bool:
         return bool(self.value.any())
@@ -159,7 +159,7 @@ for _pair in _OPERATORS.split():
 
 def key_of(key: Any) -> tuple[Any, ...]:
     keys = key if isinstance(key, tuple) else (key,)
-    return (slice(None), *(each.alone() if isinstance(each, Lanes) else each for each in keys))
+    return (slice(None), *(each.single_lane() if isinstance(each, Lanes) else each for each in keys))
 
 
 class Exact(Lanes):
@@ -195,12 +195,12 @@ class Real(Lanes):
         if isinstance(value, int | float):
             return cls.constant(value)
         if isinstance(value, Real):
-            return cls.exactly(*value.parts)
+            return cls.from_parts(*value.parts)
         array = value.value if isinstance(value, Lanes) else np.asarray(value)[None]
         if array.dtype.kind == "b":
             array = array.astype(np.int64)
         shadow = array.astype(np.float64)
-        return cls.exactly(shadow, field.of_integers(array) if array.dtype.kind in "iu" else field.of_floats(shadow))
+        return cls.from_parts(shadow, field.of_integers(array) if array.dtype.kind in "iu" else field.of_floats(shadow))
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -208,7 +208,7 @@ class Real(Lanes):
         return cls.of(np.asarray(number, np.float64))
 
     @classmethod
-    def exactly(cls, shadow: Part, element: Part) -> Self:
+    def from_parts(cls, shadow: Part, element: Part) -> Self:
         """Numbers that consist only of a shadow and an element."""
         return cls(shadow, element)
 
@@ -223,17 +223,17 @@ class Real(Lanes):
         if dtype.kind == "b":
             return Exact(self.value != 0)
         with np.errstate(all="ignore"):
-            return Exact(np.trunc(snapped(self.value)).astype(np.int64).astype(dtype))
+            return Exact(np.trunc(rounded_if_near(self.value)).astype(np.int64).astype(dtype))
 
     # --- arithmetic: `self` and `other` have the same class and the same number of dims ---
 
-    def added(self, other: Real) -> Real:
+    def add(self, other: Real) -> Real:
         return Real(self.value + other.value, field.sum_of(self.element, other.element))
 
-    def negated(self) -> Real:
+    def negative(self) -> Real:
         return Real(-self.value, field.negative(self.element))
 
-    def times(self, other: Real) -> Real:
+    def multiply(self, other: Real) -> Real:
         return Real(self.value * other.value, field.product_of(self.element, other.element))
 
     def inverse(self) -> Real:
@@ -242,10 +242,10 @@ class Real(Lanes):
     def matmul(self, other: Real) -> Real:
         return Real(np.matmul(self.value, other.value), field.matmul(self.element, other.element))
 
-    def summed(self, axes: tuple[int, ...], keepdims: bool) -> Real:
-        return self.moduli(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
+    def sum(self, axes: tuple[int, ...], keepdims: bool) -> Real:
+        return self.apply_linear(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
 
-    def moduli(self, function: Callable[..., Part]) -> Real:
+    def apply_linear(self, function: Callable[..., Part]) -> Real:
         """Applies a linear function with small integer coefficients, such as a sum, to all parts."""
         return Real(function(self.value), field.reduced(function(self.element)))
 
@@ -255,13 +255,13 @@ class Real(Lanes):
         return Real(shadow, np.where(shadow == 0, field.ZERO, element))
 
     def log(self) -> Real:
-        return self.opaque("log", np.log(np.abs(self.value)))
+        return self.random_function("log", np.log(np.abs(self.value)))
 
-    def opaque(self, word: str, shadow: Part, *others: Real) -> Real:
+    def random_function(self, word: str, shadow: Part, *others: Real) -> Real:
         """A random function of the elements, with this shadow."""
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
-    def is_same(self, other: Real) -> Part:
+    def equals(self, other: Real) -> Part:
         """True where two numbers are equal in the field."""
         same: Part = self.element == other.element
         return same
@@ -270,16 +270,16 @@ class Real(Lanes):
         """True for each element that differs. Infinities and NaN are compared by their shadows."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
-        differ: Part = ~np.where(is_finite, self.is_same(type(self)(*other.parts)), same)
+        differ: Part = ~np.where(is_finite, self.equals(type(self)(*other.parts)), same)
         return differ
 
 
-def snapped(shadow: Part) -> Part:
+def rounded_if_near(shadow: Part) -> Part:
     """Rounds shadows that are close to an integer."""
     with np.errstate(all="ignore"):
         nearest = np.rint(shadow)
-        snapped: Part = np.where(np.abs(shadow - nearest) <= NEAR * (1 + np.abs(shadow)), nearest, shadow)
-        return snapped
+        rounded_if_near: Part = np.where(np.abs(shadow - nearest) <= ROUNDING_TOLERANCE * (1 + np.abs(shadow)), nearest, shadow)
+        return rounded_if_near
 
 
 # --- operands of the same class ---------------------------------------------------------------------------------------
@@ -293,21 +293,21 @@ def is_float(x: Any) -> bool:
 
 def aligned(xs: Sequence[Lanes]) -> list[Lanes]:
     """Gives all arrays but constants the same number of dims, so that they broadcast from the right."""
-    most = max([x.parts[0].ndim for x in xs])
+    max_ndim = max([x.parts[0].ndim for x in xs])
     return [
         x
-        if x.parts[0].ndim == most or x.parts[0].shape == (1,)
-        else x.map(lambda part: part.reshape(len(part), *(1,) * (most - part.ndim), *part.shape[1:]))
+        if x.parts[0].ndim == max_ndim or x.parts[0].shape == (1,)
+        else x.map(lambda part: part.reshape(len(part), *(1,) * (max_ndim - part.ndim), *part.shape[1:]))
         for x in xs
     ]
 
 
-def reals(*xs: Any) -> list[Any]:
-    kind = kind_of(xs)
+def as_reals(*xs: Any) -> list[Any]:
+    kind = widest_real(xs)
     return aligned([x if type(x) is kind else kind.of(x) for x in xs])
 
 
-def kind_of(xs: Iterable[Any]) -> type[Real]:
+def widest_real(xs: Iterable[Any]) -> type[Real]:
     """The class of floats with the most parts among the arrays."""
     kind: type[Real] = Real
     for x in xs:
@@ -318,9 +318,9 @@ def kind_of(xs: Iterable[Any]) -> type[Real]:
 
 def values_of(*xs: Any) -> list[Any]:
     """Values of integers and bools. Python ints do not change, because they have no dtype."""
-    known = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
-    arrays = iter(aligned([x for x in known if isinstance(x, Lanes)]))
-    return [next(arrays).value if isinstance(x, Lanes) else x for x in known]
+    operands = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
+    arrays = iter(aligned([x for x in operands if isinstance(x, Lanes)]))
+    return [next(arrays).value if isinstance(x, Lanes) else x for x in operands]
 
 
 def has_lanes(xs: Iterable[Any]) -> bool:
@@ -338,13 +338,13 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all lanes at once. If it raises Apart, calls it for each lane separately."""
+    """Calls a function for all lanes at once. If it raises NeedsSingleLane, calls it for each lane separately."""
     try:
         return _in_lanes(function(*operands))
-    except Apart:
+    except NeedsSingleLane:
         lanes = max(x.lanes for x in operands if isinstance(x, Lanes))
-        alone = [[x.lane(i) if isinstance(x, Lanes) else x for x in operands] for i in range(lanes)]
-        return joined_lanes([_in_lanes(function(*own)) for own in alone])
+        single_lane = [[x.lane(i) if isinstance(x, Lanes) else x for x in operands] for i in range(lanes)]
+        return joined_lanes([_in_lanes(function(*single)) for single in single_lane])
 
 
 def _in_lanes(result: Any) -> Any:

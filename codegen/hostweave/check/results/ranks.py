@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import ExecutionError
-from hostweave.check.match_collectives import MatchedCollective
+from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Access, ByteLayout, Instances, Operation
 from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
@@ -35,21 +35,21 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 class FieldRanks:
     """The memory and the progress of all ranks. `lanes` is the number of lanes per rank: one per seed."""
 
-    def __init__(self, instances: Instances, met: Sequence[MatchedCollective], lanes: int, functions: Functions):
+    def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], lanes: int, functions: Functions):
         self.instances, self.lanes, self.functions = instances, lanes, functions
-        self.meeting_of = {part: meeting for meeting in met for part in meeting.parts}
+        self.match_of = {part: matched for matched in matches for part in matched.parts}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
         # for a tuple of senders: the data that they deliver, already reduced if the collective reduces
-        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}
-        self.values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, the values of the local sizes that the kernel reads
-        self.values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
-        self.bound: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
-        self.fixed: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
-        self.ran: set[tree.Instruction] = set()
+        self.delivered: dict[tuple[Operation, ...], list[Lanes]] = {}
+        self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that it reads
+        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
+        self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of its local sizes) -> its ops
+        self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> its ops that read no sizes, by their number
+        self.executed: set[tree.Instruction] = set()
         # called after each write with the rank that owns the memory, the access, and the contents
-        self.watch: Callable[[int, Access, Lanes], None] | None = None
+        self.on_write: Callable[[int, Access, Lanes], None] | None = None
 
     # --- memory ---
 
@@ -69,7 +69,7 @@ class FieldRanks:
         for rank in ranks:
             self.buffer(root).view([rank], 0, layout).fill(block)
 
-    def whole(self, rank: int, root: str) -> Lanes:
+    def read_whole(self, rank: int, root: str) -> Lanes:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
@@ -85,9 +85,9 @@ class FieldRanks:
     def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
         """Writes `value` to the memory that the accesses of these ranks name."""
         self.view(ranks, accesses).fill(value)
-        if watch := self.watch:
+        if on_write := self.on_write:
             for rank, access in zip(ranks, accesses, strict=True):
-                watch(rank if access.at is None else access.at, access, self.view([rank], [access]).read())
+                on_write(rank if access.at is None else access.at, access, self.view([rank], [access]).read())
 
     # --- control ---
 
@@ -95,24 +95,24 @@ class FieldRanks:
         """Runs all ranks to the end of the call. Raises ExecutionError if they wait for each other."""
         queues = [_Queue(rank, operations) for rank, operations in enumerate(self.instances.ranks)]
         with np.errstate(all="ignore"):
-            while left := [queue for queue in queues if queue.now]:
-                ready = [queue for queue in left if self.is_ready(queue)]
+            while remaining := [queue for queue in queues if queue.current]:
+                ready = [queue for queue in remaining if self.is_ready(queue)]
                 if not ready:
-                    waiting = "\n".join(f"  {queue.now}" for queue in left)
+                    waiting = "\n".join(f"  {queue.current}" for queue in remaining)
                     raise ExecutionError(f"deadlock: no rank can proceed:\n{waiting}")
-                first = min(ready, key=attrgetter("done"))
-                together = self.alike(first, ready)
-                self.step([queue.rank for queue in together], [now for queue in together if (now := queue.now)], first.is_posted)
+                first = min(ready, key=attrgetter("executed_count"))
+                together = self.same_queues(first, ready)
+                self.step([queue.rank for queue in together], [queue.current for queue in together if queue.current], first.is_posted)
                 for queue in together:
                     queue.advance()
 
-    def alike(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
+    def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
         """The queues that are at the same instruction as the first one, with buffers of the same layouts, and with equal values of the
         sizes that the instruction uses."""
-        assert first.now
-        instruction, accesses = first.now.instruction, first.now.accesses
-        place = first.done, first.is_posted
-        same = [each for each in ready if (each.done, each.is_posted) == place and each.is_at(instruction)]
+        assert first.current
+        instruction, accesses = first.current.instruction, first.current.accesses
+        place = first.executed_count, first.is_posted
+        same = [each for each in ready if (each.executed_count, each.is_posted) == place and each.is_at(instruction)]
         if first.communications or len(same) == 1:
             return same  # sends and receives are executed rank by rank
         packed, of_ranks = instruction.packed, self.instances.roots
@@ -125,34 +125,34 @@ class FieldRanks:
                     continue  # depends on the sizes of the rank, and on the offset of its shard
                 if any(by_rank[each.rank] != by_rank[first.rank] for by_rank in values):
                     continue
-                if not has_equal_sizes and each.now and not all(map(_has_equal_layout, accesses, each.now.accesses)):
+                if not has_equal_sizes and each.current and not all(map(_has_equal_layout, accesses, each.current.accesses)):
                     continue
             found.append(each)
         return found
 
     def local_sizes(self, name: str) -> list[tuple[int, ...]]:
         """For each rank, values of the local sizes that the ops of a kernel read. The offsets of iota are not among them."""
-        if name not in self.values:
+        if name not in self.size_values:
             ops = self.kernels[name].ops if name in self.kernels else ()
             sizes = [size for op in ops for size in _sizes_read(op)]
             local = tuple(dict.fromkeys(atom for size in sizes for atom in size.atoms if isinstance(atom, LocalSize)))
-            if local not in self.values_of:
-                self.values_of[local] = [tuple([size.bind(of_rank) for size in local]) for of_rank in self.instances.sizes]
-            self.values[name] = self.values_of[local]
-        return self.values[name]
+            if local not in self.size_values_of:
+                self.size_values_of[local] = [tuple([size.bind(of_rank) for size in local]) for of_rank in self.instances.sizes]
+            self.size_values[name] = self.size_values_of[local]
+        return self.size_values[name]
 
     def is_ready(self, queue: _Queue) -> bool:
         """True if the rank can proceed. A communication posts its data immediately, and ends when all of its sources have posted theirs."""
         if not queue.communications or (not queue.is_posted and not queue.is_one_sided):
             return True
-        return all(source in self.posted for source in queue.awaited(self.meeting_of))
+        return all(source in self.posted for source in queue.awaited(self.match_of))
 
     def step(self, ranks: Sequence[int], operations: Sequence[Operation], is_posted: bool) -> None:
         instruction = operations[0].instruction
         if not operations[0].communications:
             self.compute(ranks, operations)
         elif isinstance(instruction, ir.OneSided):
-            self.move(ranks, operations)
+            self.transfer(ranks, operations)
         elif not is_posted:
             self.post(ranks, operations)
         elif instruction.exchanges:
@@ -164,11 +164,11 @@ class FieldRanks:
 
     def post(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         for rank, operation in zip(ranks, operations, strict=True):
-            self.ran.add(operation.instruction)
+            self.executed.add(operation.instruction)
             for part in operation.communications:
                 read = next((access for access in part.accesses if access.reads), None)
                 self.posted[part] = self.view([rank], [read]).read().copy() if read else None
-                self.ran.add(part.instruction)
+                self.executed.add(part.instruction)
 
     def receive(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         for rank, operation in zip(ranks, operations, strict=True):
@@ -179,24 +179,24 @@ class FieldRanks:
 
     def received(self, rank: int, part: Operation) -> Lanes:
         """The elements that a communication delivers to a rank, in order."""
-        instruction, sources = part.instruction, self.meeting_of[part].sources(part)
-        if sources not in self.arrived:
-            sent = [self.total(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
+        instruction, sources = part.instruction, self.match_of[part].sources(part)
+        if sources not in self.delivered:
+            sent = [self.reduce_terms(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
             is_cut = isinstance(instruction, ir.Collective) and instruction.sends_blocks
-            self.arrived[sources] = sent if is_cut or len(sent) < 2 else [self.functions.concatenate([array.ravel() for array in sent])]
-        arrays = self.arrived[sources]
+            self.delivered[sources] = sent if is_cut or len(sent) < 2 else [self.functions.concatenate([array.ravel() for array in sent])]
+        arrays = self.delivered[sources]
         if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
             number = part.process_group.index(rank)
             blocks = (share(array.shape, instruction.sent_along, len(part.process_group), number) for array in arrays)
             arrays = [array.ravel()[block.start : block.stop] for array, block in zip(arrays, blocks, strict=True)]
         arrays = arrays or [self.functions.zeros((1,), np.int64)]
-        arrived: Lanes = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-        return arrived
+        delivered: Lanes = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        return delivered
 
     def sent(self, sources: Sequence[Operation]) -> list[Lanes]:
         return [array for source in sources if (array := self.posted[source]) is not None]
 
-    def total(self, op: str, sources: Sequence[Operation]) -> Lanes:
+    def reduce_terms(self, op: str, sources: Sequence[Operation]) -> Lanes:
         terms = self.sent(sources)
         total: Lanes = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
         return self.functions.divide(total, len(terms)) if op == "avg" else total
@@ -205,12 +205,12 @@ class FieldRanks:
         """Runs a kernel on the sum of all ranks' terms."""
         for rank, operation in zip(ranks, operations, strict=True):
             _, *others = [access for access in operation.accesses if access.reads]
-            total = self.total("sum", self.meeting_of[operation].sources(operation))
+            total = self.reduce_terms("sum", self.match_of[operation].sources(operation))
             (kernel,) = tree.names(operation.instruction, "launch")
             reads = [total, *(self.view([rank], [access]).read() for access in others)]
-            self.write([rank], [operation], self.launched(kernel, [rank], reads))
+            self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
-    def move(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+    def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         """Copies between the memory of this rank and its peer, and sends the signal."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
@@ -218,32 +218,32 @@ class FieldRanks:
             for source, target in zip(read, written, strict=False):
                 self.fill([rank], [target], self.view([rank], [source]).read())
             self.posted[operation] = None
-            self.ran.add(operation.instruction)
+            self.executed.add(operation.instruction)
 
     # --- computation on a rank ---
 
     def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         operation = operations[0]
         instruction = operation.instruction
-        self.ran.add(instruction)
+        self.executed.add(instruction)
         if not any(access.region.layout.run for access in operation.accesses if access.writes):
             return  # nothing to write
         accesses = zip(*(each.accesses for each in operations), strict=True)
         reads = [self.view(ranks, column).read() for column in accesses if column[0].reads]
         names = tree.names(instruction, "launch")
         if names:
-            results = [result for name in names for result in self.of_kernel(name, ranks, operation, reads)]
+            results = [result for name in names for result in self.kernel_results(name, ranks, operation, reads)]
         else:
             results = apply(partial(instruction.computed, self.functions, self.instances.sizes[ranks[0]]), *reads)  # type: ignore[attr-defined]
         self.write(ranks, operations, results)
 
-    def of_kernel(self, name: str, ranks: Sequence[int], operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def kernel_results(self, name: str, ranks: Sequence[int], operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
         if name in self.kernels:
-            return self.launched(name, ranks, reads)
+            return self.run_kernel(name, ranks, reads)
         written = [access.region.layout for access in operation.accesses if access.writes]
         return results_of_kernel(name, reads, [(layout.shape, layout.dtype) for layout in written], self.functions)
 
-    def launched(self, name: str, ranks: Sequence[int], arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def run_kernel(self, name: str, ranks: Sequence[int], arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
         kernel = self.kernels[name]
         values: dict[str, Any] = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
         for result, function, operands, dtype, offset in self.ops_of(name, ranks[0]):
@@ -257,12 +257,12 @@ class FieldRanks:
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
         """Ops of a kernel for the sizes of a rank: the result's name, the function, the operands and the dtype of each."""
         key = name, self.local_sizes(name)[rank]
-        if key not in self.bound:
+        if key not in self.bound_ops:
             ops, sizes = self.kernels[name].ops, self.instances.sizes[rank]
-            if name not in self.fixed:
-                self.fixed[name] = {i: self.bound_op(op, sizes) for i, op in enumerate(ops) if not _sizes_read(op)}
-            self.bound[key] = [self.fixed[name].get(i) or self.bound_op(op, sizes) for i, op in enumerate(ops)]
-        return self.bound[key]
+            if name not in self.ops_without_sizes:
+                self.ops_without_sizes[name] = {i: self.bound_op(op, sizes) for i, op in enumerate(ops) if not _sizes_read(op)}
+            self.bound_ops[key] = [self.ops_without_sizes[name].get(i) or self.bound_op(op, sizes) for i, op in enumerate(ops)]
+        return self.bound_ops[key]
 
     def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
         definition, type = OPS[op.kind], op.result.type
@@ -299,21 +299,21 @@ class _Queue:
     """The operations of a rank in one call that compute or communicate, and the current one."""
 
     def __init__(self, rank: int, operations: Sequence[Operation]):
-        self.rank, self.left = rank, iter(operations)
-        self.now: Operation | None = None
-        self.communications: Sequence[Operation] = ()  # the communications of `now`
+        self.rank, self.remaining = rank, iter(operations)
+        self.current: Operation | None = None
+        self.communications: Sequence[Operation] = ()  # the communications of `current`
         self.is_one_sided = False
-        self.done = -1
+        self.executed_count = -1
         self.step()
 
     def step(self) -> None:
-        self.is_posted, self.done, self.now = False, self.done + 1, None
-        for operation in self.left:
+        self.is_posted, self.executed_count, self.current = False, self.executed_count + 1, None
+        for operation in self.remaining:
             if type(operation.instruction) is tree.Instruction:  # the next call begins
                 return
             self.communications = operation.communications
             if self.communications or operation.instruction.work:
-                self.now, self.is_one_sided = operation, isinstance(operation.instruction, ir.OneSided)
+                self.current, self.is_one_sided = operation, isinstance(operation.instruction, ir.OneSided)
                 return
 
     def advance(self) -> None:
@@ -324,12 +324,12 @@ class _Queue:
             self.step()
 
     def is_at(self, instruction: tree.Instruction) -> bool:
-        own = self.now and self.now.instruction
+        own = self.current and self.current.instruction
         return own is instruction or own == instruction
 
-    def awaited(self, meeting_of: Mapping[Operation, MatchedCollective]) -> Sequence[Operation]:
+    def awaited(self, match_of: Mapping[Operation, MatchedCommunications]) -> Sequence[Operation]:
         """The communications that must post before this operation can end."""
-        return [source for part in self.communications if part in meeting_of for source in meeting_of[part].sources(part)]
+        return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

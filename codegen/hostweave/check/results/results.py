@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ExecutionError, ProgramError
-from hostweave.check.match_collectives import MatchedCollective, meetings
+from hostweave.check.match_collectives import MatchedCommunications, match_communications
 from hostweave.check.operations import Access, Instances, instruction_text
-from hostweave.check.results.arithmetic import HASHED, JOINED, run_fusion
+from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, run_fusion
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.inputs import random_inputs, steering_integers
+from hostweave.check.results.inputs import index_roles, random_inputs
 from hostweave.check.results.lanes import Lanes
 from hostweave.check.results.ranks import FieldRanks
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import NEAR, sizes_to_check, with_far_branches
+from hostweave.check.sizes import NEAR_FACTOR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
@@ -33,10 +33,10 @@ from hostweave.host_ir.expr import Const
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
-SEEDS, MOST_SEEDS = 4, 12
+SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # largest relative difference of two numbers that count as equal in f64
-FEW = 2 * 10**4  # number of elements of all seeds together, in small programs
-MANY, VERY_MANY = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
+FEW_ELEMENTS = 2 * 10**4  # number of elements of all seeds together, in small programs
+MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # programs with more elements use two seeds, with opposite signs, or only one
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class Difference:
     index: tuple[int, ...]  # position in the global output
     sizes: Sizes
     seeds: int
-    got: float
-    want: float
+    actual: float
+    expected: float
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         element = f"%{self.output}[{', '.join(map(str, self.index))}]"
-        values = f"{self.got:.6g}, not {self.want:.6g}"
+        values = f"{self.actual:.6g}, not {self.expected:.6g}"
         return f"rank {self.rank}: the output {element} is not what the fusion computes ({values}), at {sizes}"
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
     """Number of seeds. Small programs have several: a comparison with a wrong bound shows only for numbers between the wrong and the right
     bound. If integers are compared, such numbers are rare."""
-    if elements > MANY:
-        return 1 if elements > VERY_MANY else 2
-    return MOST_SEEDS if has_integers else max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
+    if elements > MANY_ELEMENTS:
+        return 1 if elements > VERY_MANY_ELEMENTS else 2
+    return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
 
 
 @ir.analysis
@@ -73,65 +73,65 @@ def _has_integers(fusion: Fusion) -> bool:
     return not kinds.isdisjoint(INTS) or any(_has_integers(op.callee) for op in fusion.ops if op.callee)
 
 
-class Wanted:
+class Expected:
     """The results of a fusion for random inputs, at given sizes."""
 
-    def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
+    def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = RANDOM_EXP, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
-        self.elements = work(fusion, sizes)
+        self.elements = count_elements(fusion, sizes)
         self.seeds = seeds or _seeds(self.elements, _has_integers(fusion))
 
     @cached_property
     def inputs(self) -> dict[str, Lanes]:
-        return random_inputs(self.fusion, self.sizes, self.seeds, self.functions, steering_integers(self.fusion, self.sizes))
+        return random_inputs(self.fusion, self.sizes, self.seeds, self.functions, index_roles(self.fusion, self.sizes))
 
     @cached_property
     def outputs(self) -> tuple[Lanes, ...]:
         return run_fusion(self.fusion, self.inputs, self.sizes, self.functions)
 
-    def of(self, functions: Functions) -> Wanted:
-        return Wanted(self.fusion, self.sizes, functions, self.seeds)
+    def of(self, functions: Functions) -> Expected:
+        return Expected(self.fusion, self.sizes, functions, self.seeds)
 
 
 def difference(
-    wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective], ran: set[tree.Instruction] | None = None
+    expected: Expected, instances: Instances, matches: Sequence[MatchedCommunications], executed: set[tree.Instruction] | None = None
 ) -> Difference | None:
-    """The first difference between a host program and its fusion, at the sizes of `wanted`.
+    """The first difference between a host program and its fusion, at the sizes of `expected`.
 
     In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps differs in this run, so in a second
     run exp(a + b) = exp(a) exp(b). A multiple of a merged log-sum-exp differs in both runs. It counts as equal if it is equal in f64.
     """
-    if _difference(wanted, instances, met, ran) is None:
+    if _difference(expected, instances, matches, executed) is None:
         return None
-    joined = wanted.of(JOINED)
-    found = _difference(joined, instances, met, ran)
-    return found if found and (not _uses_joined(instances.program) or _differs_in_f64(joined, instances, met)) else None
+    multiplicative = expected.of(MULTIPLICATIVE_EXP)
+    found = _difference(multiplicative, instances, matches, executed)
+    return found if found and (not _reads_log_sum_exps(instances.program) or _differs_in_f64(multiplicative, instances, matches)) else None
 
 
-def _uses_joined(program: ir.HostProgram) -> bool:
+def _reads_log_sum_exps(program: ir.HostProgram) -> bool:
     """True if an instruction other than the backward pass of attention reads log-sum-exps."""
-    whole: dict[str, str] = {}  # view -> the buffer in whose memory it is
+    buffer_of: dict[str, str] = {}  # view -> the buffer in whose memory it is
     made: set[str] = set()
     for i in tree.walk(program.body):
-        whole.update({view: whole.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
+        buffer_of.update({view: buffer_of.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
         if i.log_sum_exps == "gives":
-            made.update(whole.get(name, name) for name in i.lse)  # type: ignore[attr-defined]
-        elif i.log_sum_exps != "takes" and not made.isdisjoint(whole.get(name, name) for name in tree.names(i, "read")):
+            made.update(buffer_of.get(name, name) for name in i.lse)  # type: ignore[attr-defined]
+        elif i.log_sum_exps != "takes" and not made.isdisjoint(buffer_of.get(name, name) for name in tree.names(i, "read")):
             return True
     return False
 
 
-def _differs_in_f64(wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective]) -> bool:
-    return any(output.differs_in_f64(NEARLY).any() for output in computed_outputs(wanted, instances, met))
+def _differs_in_f64(expected: Expected, instances: Instances, matches: Sequence[MatchedCommunications]) -> bool:
+    return any(output.differs_in_f64(NEARLY).any() for output in computed_outputs(expected, instances, matches))
 
 
 def _difference(
-    wanted: Wanted, instances: Instances, met: Sequence[MatchedCollective], ran: set[tree.Instruction] | None
+    expected: Expected, instances: Instances, matches: Sequence[MatchedCommunications], executed: set[tree.Instruction] | None
 ) -> Difference | None:
-    for output in computed_outputs(wanted, instances, met, ran):
-        wrong = output.got.differs(output.want)
+    for output in computed_outputs(expected, instances, matches, executed):
+        wrong = output.actual.differs(output.expected)
         if wrong.any():
-            return output.difference(wanted, [int(i) for i in np.argwhere(wrong)[0]])
+            return output.difference(expected, [int(i) for i in np.argwhere(wrong)[0]])
     return None
 
 
@@ -141,51 +141,56 @@ class ComparedOutput:
 
     name: str
     rank: int
-    got: Lanes
-    want: Lanes
+    actual: Lanes
+    expected: Lanes
     block: tuple[Any, ...]  # index of the block in the global output
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
         """True for each element whose shadow, or integer, differs."""
-        got, want = self.got.value, self.want.value
-        if want.dtype.kind != "f":
-            return np.asarray(got != want)
-        near = (np.abs(got - want) <= tolerance * (1 + np.abs(want))) | (got == want) | (np.isnan(got) & np.isnan(want))
+        actual, expected = self.actual.value, self.expected.value
+        if expected.dtype.kind != "f":
+            return np.asarray(actual != expected)
+        near = (
+            (np.abs(actual - expected) <= tolerance * (1 + np.abs(expected)))
+            | (actual == expected)
+            | (np.isnan(actual) & np.isnan(expected))
+        )
         return np.asarray(~near)
 
-    def difference(self, wanted: Wanted, at: Sequence[int]) -> Difference:
+    def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
         """The difference at one element. `at` is its lane and its index in the block."""
         seed, *index = at
-        values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.got, self.want))
+        values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.actual, self.expected))
         places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
         place = np.unravel_index(places[tuple(index)], self.shape) if self.shape else ()
-        return Difference(self.name, self.rank, tuple(map(int, place)), dict(wanted.sizes), wanted.seeds, *values)
+        return Difference(self.name, self.rank, tuple(map(int, place)), dict(expected.sizes), expected.seeds, *values)
 
 
 def computed_outputs(
-    wanted: Wanted,
+    expected: Expected,
     instances: Instances,
-    met: Sequence[MatchedCollective],
-    ran: set[tree.Instruction] | None = None,
-    watch: Callable[[int, Access, Lanes], None] | None = None,
+    matches: Sequence[MatchedCommunications],
+    executed: set[tree.Instruction] | None = None,
+    on_write: Callable[[int, Access, Lanes], None] | None = None,
 ) -> Iterator[ComparedOutput]:
     """Runs a host program on all ranks. Yields each rank's block of each output."""
     program, mesh = instances.program, instances.program.mesh
-    ranks = FieldRanks(instances, met, wanted.seeds, wanted.functions)
-    ranks.watch = watch
+    ranks = FieldRanks(instances, matches, expected.seeds, expected.functions)
+    ranks.on_write = on_write
     for parameter in program.inputs:
-        given = wanted.inputs[parameter.name]
-        for index, holders in _blocks(parameter.type, mesh, given.shape):
-            ranks.put(holders, parameter.name, given[index])
+        global_input = expected.inputs[parameter.name]
+        for index, holders in _blocks(parameter.type, mesh, global_input.shape):
+            ranks.put(holders, parameter.name, global_input[index])
     ranks.run()
-    if ran is not None:
-        ran |= ranks.ran
-    for output, whole in zip(program.outputs, wanted.outputs, strict=True):
+    if executed is not None:
+        executed |= ranks.executed
+    for output, whole in zip(program.outputs, expected.outputs, strict=True):
         found = [(rank, index, whole[index]) for index, holders in _blocks(output.type, mesh, whole.shape) for rank in holders]
         for rank, index, block in sorted(found, key=lambda each: each[0]):
-            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have the dims in another order
-            yield ComparedOutput(output.name, rank, got, block, index, whole.shape)
+            whole_output = ranks.read_whole(rank, output.memory or output.name)
+            actual = whole_output.reshape(block.shape)  # donated memory may have the dims in another order
+            yield ComparedOutput(output.name, rank, actual, block, index, whole.shape)
 
 
 @lru_cache(maxsize=1024)
@@ -201,36 +206,36 @@ def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[
 
 # --- comparison at several sizes -----------------------------------------------------------------------------------------
 
-Case = tuple[Sizes, Instances, Sequence[MatchedCollective]]  # a program at given sizes
+Case = tuple[Sizes, Instances, Sequence[MatchedCommunications]]  # a program at given sizes
 Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # name of each pass, with the program after it
 
 
 class Results:
     """Compares the results of a host program with those of its fusion, at several sizes."""
 
-    def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, most: float = inf):
-        """`most` is an upper bound of the work: sizes with more elements are skipped."""
-        self.most = most
+    def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, max_elements: float = inf):
+        """`max_elements` is an upper bound of the work: sizes with more elements are skipped."""
+        self.max_elements = max_elements
         self.fusion, self.program, self.stages = fusion, program, stages
-        self.ran: set[tree.Instruction] = set()
-        self.left_out: list[str] = []
+        self.executed: set[tree.Instruction] = set()
+        self.skipped: list[str] = []
 
-    def compare_at_all(self, checked: Sequence[Case], has_stated_sizes: bool) -> None:
+    def compare_all(self, checked: Sequence[Case], has_given_sizes: bool) -> None:
         """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has the cases that the proof of order has
         instantiated."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
-        wanted: dict[tuple[tuple[str, int], ...], Wanted] = {}
-        for sizes, instances, met in checked if has_stated_sizes else cases(self.fusion, self.program, known):
-            self.compare(instances, met, wanted.setdefault(tuple(sizes.items()), Wanted(self.fusion, sizes)))
+        expected: dict[tuple[tuple[str, int], ...], Expected] = {}
+        for sizes, instances, matches in checked if has_given_sizes else cases(self.fusion, self.program, known):
+            self.compare(instances, matches, expected.setdefault(tuple(sizes.items()), Expected(self.fusion, sizes)))
 
-    def compare(self, instances: Instances, met: Sequence[MatchedCollective], wanted: Wanted) -> None:
+    def compare(self, instances: Instances, matches: Sequence[MatchedCommunications], expected: Expected) -> None:
         """Raises ProgramError for the first element of an output that differs. The error names the pass that introduced the difference."""
-        if wanted.elements > self.most:
-            at = "".join(f", {name}={size}" for name, size in wanted.sizes.items())
-            self.left_out.append(f"the results{at}: {wanted.elements:.1e} elements are more than {self.most:.1e}")
+        if expected.elements > self.max_elements:
+            at = "".join(f", {name}={size}" for name, size in expected.sizes.items())
+            self.skipped.append(f"the results{at}: {expected.elements:.1e} elements are more than {self.max_elements:.1e}")
             return
         with np.errstate(all="ignore"):
-            found = difference(wanted, instances, met, self.ran)
+            found = difference(expected, instances, matches, self.executed)
         if found:
             self.fail(found)
 
@@ -247,9 +252,9 @@ class Results:
 
     def unchecked(self) -> tuple[str, ...]:
         """Sizes that were skipped, lines of the program that never ran, and user kernels."""
-        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # including operations of groups
-        lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if ran and line not in ran]
-        return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
+        executed = {_without_values(i) for i in tree.walk(tuple(self.executed))}  # including operations of groups
+        lines = [f"never ran: {instruction_text(i)}" for line, i in _lines(self.program).items() if executed and line not in executed]
+        return (*self.skipped, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
 
 
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
@@ -259,27 +264,27 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
     blocks as rows, packing would equal its inverse. A fusion with many elements is not compared at larger sizes. The variant runs the
     branches for sizes that are not compared, but at small sizes.
     """
-    near = NEAR if work(fusion, sizes_to_check(program, NEAR)[-1]) <= MANY else 1
-    sizes = sizes_to_check(program, near)
+    max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
+    sizes = sizes_to_check(program, max_factor)
     lines = _lines(program)
-    needed, left, has_blocks = list[Case](), set(lines), any(i.packed for i in lines)
+    needed, remaining, has_blocks = list[Case](), set(lines), any(i.packed for i in lines)
     programs = [(program, each) for each in (*sizes[1:2], *sizes[:1], *sizes[2:])]
     for each, at in (*programs, (None, sizes[-1])):
-        if needed and not (left or has_blocks):
+        if needed and not (remaining or has_blocks):
             break
-        if each := each or with_far_branches(program, near):
+        if each := each or with_far_branches(program, max_factor):
             case = known.get(tuple(at.items())) if each is program else None
             case = case or _case(each, at)
             executed = {operation.instruction for operations in case[1].ranks for operation in operations}
-            ran = set(map(_without_values, tree.walk(tuple(executed))))
-            needed += [case] if not needed or has_blocks or ran & left else []
-            left -= ran
+            executed = set(map(_without_values, tree.walk(tuple(executed))))
+            needed += [case] if not needed or has_blocks or executed & remaining else []
+            remaining -= executed
     return needed
 
 
 def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
     instances = instantiate(program, sizes)
-    return sizes, instances, meetings(instances)
+    return sizes, instances, match_communications(instances)
 
 
 @ir.analysis
@@ -299,21 +304,21 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
     The pass is "" if no stage has a different result. The op is None if none of the values that have the same name before and after the
     pass differs.
     """
-    right = fusion
+    correct = fusion
     for name, stage in stages:
         try:
             if _is_wrong(fusion, stage, found):
-                return name, _first_wrong_value(right, stage, found)
+                return name, _first_wrong_value(correct, stage, found)
         except (ExecutionError, ProgramError):
             continue  # this stage cannot run before later passes complete it
-        right = stage if isinstance(stage, Fusion) else right
+        correct = stage if isinstance(stage, Fusion) else correct
     return "", None
 
 
 OpsByName = dict[str, tuple[Op, Lanes]]  # name of a value after inlining -> the op that computes it in a fusion, and the value
 
 
-def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
+def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
     """Values of a fusion and of its functions, by their names after inlining."""
     found: OpsByName = {}
     calls: Counter[str] = Counter()
@@ -323,73 +328,73 @@ def _named_values(fusion: Fusion, wanted: Wanted) -> OpsByName:
         prefix, suffix = ("", "") if body is fusion else (f"{body.name}_", f"_{calls[body.name]}" if calls[body.name] > 1 else "")
         found.update({f"{prefix}{op.result.name}{suffix}": (op, values[op.result.name]) for op in body.ops})
 
-    run_fusion(fusion, wanted.inputs, wanted.sizes, wanted.functions, observe)
+    run_fusion(fusion, expected.inputs, expected.sizes, expected.functions, observe)
     return found
 
 
 @np.errstate(all="ignore")
-def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
+def _first_wrong_value(correct: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
     """The op of the first value that differs between a fusion and the program after the next pass."""
-    wanted = Wanted(right, found.sizes, JOINED, found.seeds)
-    values = _named_values(right, wanted)
+    expected = Expected(correct, found.sizes, MULTIPLICATIVE_EXP, found.seeds)
+    values = _named_values(correct, expected)
     if isinstance(stage, Fusion):
-        for name, (op, got) in _named_values(stage, wanted).items():
-            if name in values and got.shape == (want := values[name][1]).shape and got.differs(want).any():
+        for name, (op, actual) in _named_values(stage, expected).items():
+            if name in values and actual.shape == (value := values[name][1]).shape and actual.differs(value).any():
                 return op
         return None
     last: dict[tuple[str, int], bool] = {}  # (value, rank) -> True if the rank's block is wrong, in the order of the last writes
 
-    def watch(rank: int, access: Access, got: Lanes) -> None:
+    def on_write(rank: int, access: Access, actual: Lanes) -> None:
         if access.name not in values:
             return
-        op, want = values[access.name]
-        if not op.result.type.partial and holds(op.result.type, right.mesh, rank):
-            block = want[block_of(op.result.type, right.mesh, rank, want.shape)]
-            if got.shape == block.shape:
+        op, expected = values[access.name]
+        if not op.result.type.partial and holds(op.result.type, correct.mesh, rank):
+            block = expected[block_of(op.result.type, correct.mesh, rank, expected.shape)]
+            if actual.shape == block.shape:
                 last.pop((access.name, rank), None)
-                last[access.name, rank] = bool(got.differs(block).any())
+                last[access.name, rank] = bool(actual.differs(block).any())
 
     instances = instantiate(stage, found.sizes)
-    for _ in computed_outputs(wanted, instances, meetings(instances), watch=watch):
+    for _ in computed_outputs(expected, instances, match_communications(instances), on_write=on_write):
         pass
     return next((values[name][0] for (name, _), is_wrong in last.items() if is_wrong), None)
 
 
 @np.errstate(all="ignore")
 def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> bool:
-    wanted = Wanted(fusion, found.sizes, seeds=found.seeds)
+    expected = Expected(fusion, found.sizes, seeds=found.seeds)
     if isinstance(stage, ir.HostProgram):
         instances = instantiate(stage, found.sizes)
-        return difference(wanted, instances, meetings(instances)) is not None
-    for functions in (HASHED, JOINED):
-        at = wanted.of(functions)
+        return difference(expected, instances, match_communications(instances)) is not None
+    for functions in (RANDOM_EXP, MULTIPLICATIVE_EXP):
+        at = expected.of(functions)
         results = run_fusion(stage, at.inputs, found.sizes, functions)
-        if not any(got.differs(want).any() for got, want in zip(results, at.outputs, strict=True)):
+        if not any(actual.differs(expected).any() for actual, expected in zip(results, at.outputs, strict=True)):
             return False
     return True
 
 
-def work(fusion: Fusion, sizes: Sizes) -> float:
+def count_elements(fusion: Fusion, sizes: Sizes) -> float:
     """Number of elements that all ops compute. A hundred multiplications of a matmul count as one element."""
-    return _work(fusion, tuple(sizes.items()))
+    return _count_elements(fusion, tuple(sizes.items()))
 
 
 @ir.analysis
-def _work(fusion: Fusion, given: tuple[tuple[str, int], ...]) -> float:
-    sizes = dict(given)
+def _count_elements(fusion: Fusion, global_input: tuple[tuple[str, int], ...]) -> float:
+    sizes = dict(global_input)
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
     of_functions = dict[str, float]()
     for op in fusion.ops:
         if op.callee:
             name = op.callee.name
-            of_functions[name] = of_functions[name] if name in of_functions else work(op.callee, sizes)
+            of_functions[name] = of_functions[name] if name in of_functions else count_elements(op.callee, sizes)
             calls = {"output": 0, "repeat": op[DEPTH].bind(sizes)}.get(op.kind, 1)
             total += calls * of_functions[name]
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
-            left = fusion.types[op.tensors[0]].shape
-            terms = left[-2:-1] if op.kind == OUTER else left[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+            remaining = fusion.types[op.tensors[0]].shape
+            terms = remaining[-2:-1] if op.kind == OUTER else remaining[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
             made *= 1 + prod(size.bind(sizes) for size in terms) / 100
         total += made
     return total

@@ -25,7 +25,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
 from hostweave.check.channel_order import unordered_instructions
 from hostweave.check.happens_before import order, run
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import match_communications
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
@@ -58,7 +58,7 @@ def _goes_on(program: ir.HostProgram) -> bool:
     """True if no rank blocks forever when each rank posts its communications one after another, as serialised channels require."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
-            deque(run(order(instances, meetings(instances))), maxlen=0)
+            deque(run(order(instances, match_communications(instances))), maxlen=0)
     except ProgramError:
         return False
     return True

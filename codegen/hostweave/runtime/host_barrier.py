@@ -1,4 +1,4 @@
-"""Shared memory in which ranks that are processes of one host compare a number within a few microseconds."""
+"""A barrier in shared memory, at which processes of one host also compare a number. It takes a few microseconds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 _BITS = 48  # low bits of a word, for the value; the upper bits are the number of the exchange
 _WORD = 8  # bytes, read and written atomically
-_SPINS = 200  # polls without a pause
-_LOOK = 0.05  # seconds between calls of `waits`
+_MAX_SPINS = 200  # polls without a pause
+_CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
 
 
-class Board:
+class HostBarrier:
     """Two words per rank, used alternately. A rank may overwrite a word because every rank has read it in an earlier exchange."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
@@ -34,40 +34,40 @@ class Board:
     @property
     def missing(self) -> list[int]:
         """Ranks that have not arrived at the current exchange."""
-        place = self._number % 2 * self._count
-        return [rank for rank in range(self._count) if self._words[place + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
+        first_word = self._number % 2 * self._count
+        return [rank for rank in range(self._count) if self._words[first_word + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 
     def forget_path(self) -> None:
         """Closes the file, so that its path becomes invalid. Call it after all ranks have mapped the memory."""
         os.close(self._file)
 
-    def agree(self, value: int, waits: Callable[[], None]) -> bool:
+    def agree(self, value: int, on_wait: Callable[[], None]) -> bool:
         """Returns True on all ranks if all ranks pass the same value, otherwise False on all ranks.
 
-        Calls `waits` every 50 ms until all ranks have arrived. `waits` may raise.
+        Calls `on_wait` every 50 ms until all ranks have arrived. `on_wait` may raise.
         """
         self._number += 1
-        count, place = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
-        own = count << _BITS | value & (1 << _BITS) - 1
-        self._words[place + self._rank] = own
+        count, first_word = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
+        own_word = count << _BITS | value & (1 << _BITS) - 1
+        self._words[first_word + self._rank] = own_word
         same = True
-        for index in range(place, place + self._count):
-            same &= self._await(index, count, waits) == own
+        for index in range(first_word, first_word + self._count):
+            same &= self._await(index, count, on_wait) == own_word
         return same
 
-    def _await(self, index: int, count: int, waits: Callable[[], None]) -> int:
-        looks, pause, last = 0, 1e-5, 0.0
+    def _await(self, index: int, count: int, on_wait: Callable[[], None]) -> int:
+        polls, pause, last_check = 0, 1e-5, 0.0
         while (word := self._words[index]) >> _BITS != count:
-            looks += 1
-            if looks < _SPINS:
+            polls += 1
+            if polls < _MAX_SPINS:
                 time.sleep(0)
                 continue
             now = time.monotonic()
-            if not last:
-                last = now
-            elif now - last > _LOOK:
-                last = now
-                waits()
+            if not last_check:
+                last_check = now
+            elif now - last_check > _CHECK_SECONDS:
+                last_check = now
+                on_wait()
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         return word

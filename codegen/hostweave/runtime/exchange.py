@@ -16,8 +16,8 @@ from typing import NamedTuple
 from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 from hostweave.types.tensor import Shape
 
-_LOOK = 0.25  # seconds between checks whether another rank has failed
-_LEFT = "-1 left"  # marks a record of a rank that has left; the number of its calls follows
+_POLL_SECONDS = 0.25  # seconds between checks whether another rank has failed
+_LEFT_PREFIX = "-1 left"  # marks a record of a rank that has left; the number of its calls follows
 
 
 class PeerLost(Exception):
@@ -31,14 +31,14 @@ class Failed(Exception):
     """Another rank has failed. The message begins with that rank."""
 
 
-class Meeting:
+class Exchange:
     """One rank's access to the exchanges of its group. If an exchange fails, the group cannot be used again.
 
     This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
     """
 
     @property
-    def waits_at_store(self) -> bool:
+    def blocks_on_failure(self) -> bool:
         """True if `failure` blocks until there is news, instead of polling."""
         return False
 
@@ -73,15 +73,15 @@ class Meeting:
         """Number of the exchange that was announced last, and the text of the announcement."""
         return None
 
-    def note(self, text: str) -> None:
+    def publish_position(self, text: str) -> None:
         """Publishes the position of this rank."""
 
-    def notes(self, timeout: float = 0) -> list[str | None]:
+    def gather_positions(self, timeout: float = 0) -> list[str | None]:
         """Positions of all ranks. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
         return [None] * self._count
 
 
-class StoreMeeting(Meeting):
+class StoreExchange(Exchange):
     """Exchanges through a store. Each exchange uses the same keys, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
@@ -89,10 +89,10 @@ class StoreMeeting(Meeting):
         self._store, self._prefix = store, prefix
 
     @property
-    def waits_at_store(self) -> bool:
+    def blocks_on_failure(self) -> bool:
         return isinstance(self._store, TcpStore | MemoryStore)
 
-    def wills(self) -> dict[str, str]:
+    def last_wills(self) -> dict[str, str]:
         """Values that the store sets if the process of this rank ends without calling `leave`."""
         reason = f"rank {self._rank}: its process has ended"
         return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
@@ -119,49 +119,49 @@ class StoreMeeting(Meeting):
             self._set("failed", reason)
 
     def leave(self, calls: int) -> None:
-        self._set(f"record/{self._rank}", f"{_LEFT} {calls}")
+        self._set(f"record/{self._rank}", f"{_LEFT_PREFIX} {calls}")
         self._set("left", "")
 
     def left(self) -> dict[int, int]:
-        if self._look("left") is None:
+        if self._peek("left") is None:
             return {}
-        records = [(rank, self._look(f"record/{rank}") or "") for rank in range(self._count)]
-        return {rank: int(record.removeprefix(_LEFT)) for rank, record in records if record.startswith(_LEFT)}
+        records = [(rank, self._peek(f"record/{rank}") or "") for rank in range(self._count)]
+        return {rank: int(record.removeprefix(_LEFT_PREFIX)) for rank, record in records if record.startswith(_LEFT_PREFIX)}
 
     def failure(self, timeout: float = 0) -> str | None:
-        return self._look("failed", timeout)
+        return self._peek("failed", timeout)
 
     def announce(self, text: str) -> None:
         self._set("announced", f"{self.number + 1} {text}")
 
     def announced(self) -> tuple[int, str] | None:
-        number, _, text = (self._look("announced") or "").partition(" ")
+        number, _, text = (self._peek("announced") or "").partition(" ")
         return (int(number), text) if number else None
 
-    def note(self, text: str) -> None:
+    def publish_position(self, text: str) -> None:
         self._set(f"note/{self._rank}", text)
 
-    def notes(self, timeout: float = 0) -> list[str | None]:
+    def gather_positions(self, timeout: float = 0) -> list[str | None]:
         deadline = time.monotonic() + timeout
 
-        def note(rank: int) -> str | None:
+        def position(rank: int) -> str | None:
             left = deadline - time.monotonic()
-            return self._look(f"note/{rank}", left if left > 0 and self._look(f"ended/{rank}") is None else 0)
+            return self._peek(f"note/{rank}", left if left > 0 and self._peek(f"ended/{rank}") is None else 0)
 
-        return [note(rank) for rank in range(self._count)]
+        return [position(rank) for rank in range(self._count)]
 
     def _await(self, key: str, deadline: float) -> str:
         """Waits for a record of the current exchange."""
         pause = 0.0002
-        look_at = time.monotonic() + _LOOK
+        next_check = time.monotonic() + _POLL_SECONDS
         while True:
             now = time.monotonic()
-            if (record := self._record(key, max(0.0, min(_LOOK, deadline - now)))) is not None:
+            if (record := self._record(key, max(0.0, min(_POLL_SECONDS, deadline - now)))) is not None:
                 return record
-            if now >= look_at:
-                look_at = now + _LOOK
+            if now >= next_check:
+                next_check = now + _POLL_SECONDS
                 waited_for = key if key != "records" else "record/0"
-                has_left = (self._look(waited_for) or "").startswith(_LEFT)
+                has_left = (self._peek(waited_for) or "").startswith(_LEFT_PREFIX)
                 if reason := self.failure() or (has_left and f"rank {waited_for.removeprefix('record/')} has left"):
                     raise Failed(reason)
             if now >= deadline:
@@ -176,7 +176,7 @@ class StoreMeeting(Meeting):
             return None
         return record if int(number) == self.number else None
 
-    def _look(self, key: str, timeout: float = 0) -> str | None:
+    def _peek(self, key: str, timeout: float = 0) -> str | None:
         try:
             return self._store.get(f"{self._prefix}/{key}", timeout).decode()
         except TimeoutError:
@@ -196,10 +196,10 @@ class ThreadTable:
         self.records: dict[int, str] = {}  # rank -> record in the current exchange
         self.result: list[str] = []  # records of the last exchange, by rank
         self.left: dict[int, int] = {}  # rank that has left -> number of calls that it made
-        self.absent: list[int] = []  # ranks that were absent when the first rank timed out; the others then time out too
+        self.timed_out_ranks: list[int] = []  # ranks that were absent when the first rank timed out; the others then time out too
         self.failure: str | None = None
-        self.notes: list[str | None] = [None] * len(self.threads)
-        self.answers: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
+        self.positions: list[str | None] = [None] * len(self.threads)
+        self.position_functions: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
 
     def finish(self) -> None:
         """Ends an exchange after all ranks have arrived."""
@@ -214,11 +214,11 @@ class ThreadTable:
             self.changed.notify_all()
 
 
-class ThreadMeeting(Meeting):
+class ThreadExchange(Exchange):
     """Exchanges among the threads of one process. Also detects threads that have ended."""
 
     @property
-    def waits_at_store(self) -> bool:
+    def blocks_on_failure(self) -> bool:
         return True
 
     def __init__(self, table: ThreadTable, rank: int):
@@ -234,8 +234,8 @@ class ThreadMeeting(Meeting):
             while table.number == number:
                 if table.failure:
                     raise Failed(table.failure)
-                if table.absent:
-                    raise PeerLost(table.absent)
+                if table.timed_out_ranks:
+                    raise PeerLost(table.timed_out_ranks)
                 if len(table.records) == self._count:
                     table.finish()
                     break
@@ -245,17 +245,17 @@ class ThreadMeeting(Meeting):
     def _wait(self, deadline: float) -> None:
         """Waits briefly for another rank to arrive. Raises Failed if a rank can no longer arrive."""
         table = self._table
-        absent = [rank for rank in range(self._count) if rank not in table.records]
-        if gone := next(filter(None, map(self._gone, absent)), None):
-            raise Failed(gone)
+        missing = [rank for rank in range(self._count) if rank not in table.records]
+        if reason := next(filter(None, map(self._reason_gone, missing)), None):
+            raise Failed(reason)
         left = deadline - time.monotonic()
         if left > 0:
-            table.changed.wait(min(_LOOK, left))
+            table.changed.wait(min(_POLL_SECONDS, left))
         else:
-            table.absent = absent
+            table.timed_out_ranks = missing
             table.changed.notify_all()
 
-    def _gone(self, rank: int) -> str | None:
+    def _reason_gone(self, rank: int) -> str | None:
         """Reason why a rank can no longer arrive, or None."""
         thread = self._table.threads[rank]
         if rank in self._table.left:
@@ -279,22 +279,22 @@ class ThreadMeeting(Meeting):
             self._table.changed.wait_for(lambda: self._table.failure, timeout)
             return self._table.failure
 
-    def note(self, text: str) -> None:
+    def publish_position(self, text: str) -> None:
         with self._table.changed:
-            self._table.notes[self._rank] = text
+            self._table.positions[self._rank] = text
             self._table.changed.notify_all()
 
-    def notes(self, timeout: float = 0) -> list[str | None]:
+    def gather_positions(self, timeout: float = 0) -> list[str | None]:
         """Positions of all ranks. Ranks whose thread is alive report their current position."""
         with self._table.changed:
-            notes = list(self._table.notes)
-            answers = {rank: answer for rank, answer in self._table.answers.items() if not self._gone(rank)}
-        return [answers[rank]() if rank in answers else note for rank, note in enumerate(notes)]
+            published = list(self._table.positions)
+            position_functions = {rank: answer for rank, answer in self._table.position_functions.items() if not self._reason_gone(rank)}
+        return [position_functions[rank]() if rank in position_functions else text for rank, text in enumerate(published)]
 
-    def answer_by(self, answer: Callable[[], str | None]) -> None:
+    def answer_positions_by(self, answer: Callable[[], str | None]) -> None:
         """Sets the function by which this rank answers requests for its position."""
         with self._table.changed:
-            self._table.answers[self._rank] = answer
+            self._table.position_functions[self._rank] = answer
 
 
 # --- signatures of calls ----------------------------------------------------------------------------------------------
@@ -368,6 +368,6 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
     return None
 
 
-def other_call(rank: int, than: int, call: int) -> str:
+def other_call(rank: int, other: int, call: int) -> str:
     """Message that two ranks make different calls."""
-    return f"rank {rank} and rank {than} make different calls as call {call}; make the same calls on all ranks, with consistent sizes"
+    return f"rank {rank} and rank {other} make different calls as call {call}; make the same calls on all ranks, with consistent sizes"

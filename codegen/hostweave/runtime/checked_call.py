@@ -12,16 +12,16 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import Bound, accept, expect_as_many, expect_writable, local_part
+from hostweave.runtime.arguments import BoundInputs, accept, expect_count, expect_writable, local_part
 from hostweave.runtime.arrays import Array, ArrayLibrary, NumpyLibrary, states_of
-from hostweave.runtime.meeting import Span
-from hostweave.runtime.windows import WindowPlace, Windows, shared_places
+from hostweave.runtime.exchange import Span
+from hostweave.runtime.windows import WindowPosition, Windows, window_positions
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
 MadeOutput = tuple[ArrayLibrary, Array] | None  # None if this rank has no block of it
 
-_MOST_TAKEN = 64  # maximum number of cached argument lists per table
+_MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class BoundTable:
     spans: tuple[Span, ...]
     digest: str  # digest of the bound inputs; "" if nothing is bound
     native: Any
-    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # keys of all arrays -> checked arguments of an earlier call
+    # keys of all arrays -> checked arguments of an earlier call
+    checked_calls: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
         """Shapes of all inputs, given the shapes of the arrays that the call passes."""
@@ -42,7 +43,7 @@ class BoundTable:
 
 
 @dataclass(frozen=True)
-class Taken:
+class CheckedCall:
     """Checked arrays that a call passes, and the destinations of its outputs. It keeps no array alive."""
 
     table: BoundTable
@@ -51,10 +52,10 @@ class Taken:
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # global sizes that the caller passes by sizes=
     stream: int  # cudaStream_t
-    given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
+    out: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
     donated: tuple[int, ...]  # for each output the address of the donated input, or 0
     spans: tuple[Span, ...]  # memory of inputs and of outputs that the caller passes
-    windows: tuple[WindowPlace, ...]  # positions of the arguments that the program declares to be in windows
+    windows: tuple[WindowPosition, ...]  # positions of the arguments that the program declares to be in windows
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -74,31 +75,34 @@ class Arguments:
         rank: int,
         device: int,
         native_table: Callable[[Any], Any],
-        meets: bool,
+        verifies_calls: bool,
         windows: Windows,
     ):
-        """`native_table` creates the native part of a BoundTable. `meets` is True if the ranks compare shapes before a call."""
+        """`native_table` creates the native part of a BoundTable. `verifies_calls` is True if the ranks compare shapes before a call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
-        self._native_table, self._meets, self._windows = native_table, meets, windows
+        self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
-        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # arguments of this rank or of all ranks, known not to overlap
-        self.tables: weakref.WeakKeyDictionary[Bound, BoundTable] = weakref.WeakKeyDictionary()
+        # arguments of this rank or of all ranks, known not to overlap
+        self._disjoint: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)
+        self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
 
-    def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
+    def check_call(
+        self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> CheckedCall:
         """Returns the checked arrays of a call. Uses the cache if they were checked before. Raises ArgumentError if they do not fit."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.results) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
-        key = states and (states, len(arrays), outs is None, known, self._windows.made)
-        taken = table.taken.get(key) if key else None
-        if taken is None:
-            taken = self._checked_arrays(table, bound.free, arrays, outs, known)
+        key = states and (states, len(arrays), outs is None, known, self._windows.allocated)
+        checked_call = table.checked_calls.get(key) if key else None
+        if checked_call is None:
+            checked_call = self._checked_arrays(table, bound.unbound, arrays, outs, known)
             if key:
-                if len(table.taken) == _MOST_TAKEN:
-                    table.taken.clear()
-                table.taken[key] = taken
-        handle = self.handle(stream, taken.library)
-        return taken if taken.stream == handle else replace(taken, stream=handle)
+                if len(table.checked_calls) == _MAX_CACHED_CALLS:
+                    table.checked_calls.clear()
+                table.checked_calls[key] = checked_call
+        handle = self.handle(stream, checked_call.library)
+        return checked_call if checked_call.stream == handle else replace(checked_call, stream=handle)
 
     def _checked_arrays(
         self,
@@ -107,10 +111,10 @@ class Arguments:
         arrays: Sequence[Array],
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
-    ) -> Taken:
+    ) -> CheckedCall:
         """Checks each array of a call, then all of them together."""
         name = self._host.name
-        expect_as_many(name, parameters, arrays)
+        expect_count(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
         library = next((one[0] for one in accepted if one), table.library)
         by_name = dict(zip((p.name for p in parameters), accepted, strict=True))
@@ -119,35 +123,39 @@ class Arguments:
             if one:
                 expect_writable(f"{name}: {p.memory}", *one)
         given = None if outs is None else self._given(outs, donated)
-        taken_for = {p.memory for p in self._host.results}
+        donated_names = {p.memory for p in self._host.results}
         new = [None if p.memory else one for p, one in zip(self._host.results, given or (), strict=False)]
         spans = (
-            *self._spans(parameters, accepted, [p.name in taken_for for p in parameters]),
+            *self._spans(parameters, accepted, [p.name in donated_names for p in parameters]),
             *self._spans(self._host.results, new, [True] * len(new)),
         )
-        self.expect_apart(table.spans, spans)
-        where = None if given is None else (places_of(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
-        shared = shared_places(self._windows, self._host, (*table.spans, *spans), outs is not None)
-        taken = Taken(table, library, *places_of(accepted), sizes, 0, where, places_of(donated)[0], spans, shared)
-        if sizes and self._meets:
-            self.global_shapes(taken)  # checks the caller's sizes against the local shapes
-        return taken
+        self.expect_disjoint(table.spans, spans)
+        out_places = (
+            None if given is None else (addresses_and_shapes(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
+        )
+        shared = window_positions(self._windows, self._host, (*table.spans, *spans), outs is not None)
+        checked_call = CheckedCall(
+            table, library, *addresses_and_shapes(accepted), sizes, 0, out_places, addresses_and_shapes(donated)[0], spans, shared
+        )
+        if sizes and self._verifies_calls:
+            self.global_shapes(checked_call)  # checks the caller's sizes against the local shapes
+        return checked_call
 
-    def table(self, bound: Bound) -> BoundTable:
+    def table(self, bound: BoundInputs) -> BoundTable:
         """Returns the checked bound inputs. Raises ArgumentError if an array does not fit this rank."""
         return self.tables.get(bound) or self._new_table(bound)
 
-    def _new_table(self, bound: Bound) -> BoundTable:
+    def _new_table(self, bound: BoundInputs) -> BoundTable:
         parameters = [parameter for parameter in self._host.arguments if parameter.name in bound.arrays]
-        held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
-        addresses, shapes = places_of(held)
+        checked_arrays = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
+        addresses, shapes = addresses_and_shapes(checked_arrays)
         places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
         of_all = [places.get(parameter.name) for parameter in self._host.arguments]
         native = self._native_table([place and place[0] for place in of_all])
-        library = next((one[0] for one in held if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
+        library = next((one[0] for one in checked_arrays if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
         digest = key_of(*map(str, places.items())) if places else ""
         shapes_of_all = tuple(place and place[1] for place in of_all)
-        spans = tuple(self._spans(parameters, held, [False] * len(held)))
+        spans = tuple(self._spans(parameters, checked_arrays, [False] * len(checked_arrays)))
         made = self.tables[bound] = BoundTable(library, shapes_of_all, spans, digest, native)
         return made
 
@@ -199,15 +207,15 @@ class Arguments:
                 begin = one[0].address(one[1])
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
-    def expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
+    def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
         """Raises ArgumentError if an output array or a donated input overlaps another argument.
 
         A program may write such an array before it has read the others.
         """
-        if not any(span.written for span in taken) or (bound, taken) in self._apart:
+        if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
         last = last_written = Span(0, 0, 0, "", False)  # among the spans that begin earlier, the one that ends last
-        for span in sorted((*bound, *taken)):
+        for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
@@ -216,7 +224,7 @@ class Arguments:
                 raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass separate arrays")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
-        self._apart.append((bound, taken))
+        self._disjoint.append((bound, checked_call))
 
     def handle(self, stream: Any, library: ArrayLibrary | None) -> int:
         try:
@@ -227,11 +235,11 @@ class Arguments:
             return library.stream(self._device) if library else 0
         return handle
 
-    def global_shapes(self, taken: Taken) -> tuple[Shape, ...] | None:
+    def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
         """Shapes of the global arrays. None if this rank knows only local shapes."""
-        if not taken.sizes and not (self._on_parts and not self._meets):
+        if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
-        return self.global_shapes_for(dict(taken.sizes), taken.all_shapes)
+        return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)
 
     def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """Shapes of the global inputs, computed from the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
@@ -239,13 +247,13 @@ class Arguments:
         for index, parameter in enumerate(self._host.arguments):
             shapes = [shapes[index] for shapes in shapes_of_all]
             global_shapes.append(shape_of_global(parameter.type, self._host.mesh, shapes))
-            held = [rank for rank in range(len(shapes)) if self.holds(parameter, rank)]
-            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, global_shapes[-1]) for rank in held):
-                usual = max((shapes[rank] for rank in held), key=shapes.count)
-                odd = next(rank for rank in held if shapes[rank] != usual)
+            holders = [rank for rank in range(len(shapes)) if self.holds(parameter, rank)]
+            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, global_shapes[-1]) for rank in holders):
+                most_common = max((shapes[rank] for rank in holders), key=shapes.count)
+                differing = next(rank for rank in holders if shapes[rank] != most_common)
                 raise ArgumentError(
-                    f"{self._host.name}: {parameter.name}: rank {odd} passes {list(shapes[odd])}, and rank {shapes.index(usual)} "
-                    f"{list(usual)}; pass blocks of one {parameter.type}"
+                    f"{self._host.name}: {parameter.name}: rank {differing} passes {list(shapes[differing])}, "
+                    f"and rank {shapes.index(most_common)} {list(most_common)}; pass blocks of one {parameter.type}"
                 )
         return global_shapes
 
@@ -255,11 +263,11 @@ class Arguments:
         A local shape is None if there is no array yet. If the caller passes no sizes, sharded dims are assumed to be even.
         """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
-        trusted = not sizes or None in shapes  # a call that passes sizes has to pass those of all sharded dims
+        infers = not sizes or None in shapes  # a call that passes sizes has to pass those of all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):
-                if not dim.size.is_int and (trusted or not dim.axes):
+                if not dim.size.is_int and (infers or not dim.axes):
                     known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
         if missing := {name for p in self._host.arguments for dim in p.type.dims for name in dim.size.symbols} - known.keys():
             raise ArgumentError(f"{self._host.name}: {what}: the size {', '.join(sorted(missing))} is missing; pass its global value")
@@ -277,6 +285,6 @@ class Arguments:
         return tuple(global_shapes.values())
 
 
-def places_of(arrays: Sequence[MadeOutput]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+def addresses_and_shapes(arrays: Sequence[MadeOutput]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
     """Addresses and shapes of a rank's arrays."""
     return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)
