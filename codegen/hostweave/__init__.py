@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
 from hostweave.base.environment import warn_of_misspelt
-from hostweave.base.errors import UnknownAttribute, nearest
+from hostweave.base.errors import UnknownAttribute, closest_word
 from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import public_names
@@ -106,7 +106,7 @@ def _unknown(name: str) -> AttributeError:
     if name.startswith("complex"):
         remedy = "there are no complex numbers: keep real and imaginary part in two tensors of float32"
     else:
-        remedy = word_for(name) or nearest(name, _PUBLIC) or "dir(hw) lists the names"
+        remedy = word_for(name) or closest_word(name, _PUBLIC) or "dir(hw) lists the names"
     return UnknownAttribute.here(f"hw.{name}: hostweave has no {name}; {remedy}")
 
 

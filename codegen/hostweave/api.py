@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.base.forks import importing, renewed
+from hostweave.base.forks import importing, reset_after_fork
 from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import checked
 from hostweave.check.sizes import minimal_sizes
@@ -83,7 +83,7 @@ class Program:
 
     def __init__(self, compiled: Compiled, running: Running | None = None, bound: BoundInputs | None = None):
         self.compiled, self._made, self._bound = compiled, running, bound
-        self._making = renewed(threading.Lock())
+        self._making = reset_after_fork(threading.Lock())
 
     def __repr__(self) -> str:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""

@@ -156,7 +156,7 @@ class Compiled:
         with importing:
             from hostweave.build.program import build
 
-        libraries = partial(self.target.runtime_libraries, wanted=self.host.libraries)
+        libraries = partial(self.target.runtime_libraries, requested=self.host.libraries)
         figures = self.options.figures.name
         return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources, self.title, figures)
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import interruptibly
-from hostweave.base.shortages import tells_shortages
+from hostweave.base.shortages import explains_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
@@ -59,7 +59,7 @@ class Running:
         self.variants = Variants(compiled, partial(Running, family=self._family))
         self._locals: WeakSet[LocalProgram] = WeakSet()  # one entry per rank of this process that has called the program
         self._closed = False
-        self._lock = renewed(threading.Lock())
+        self._lock = reset_after_fork(threading.Lock())
 
     def bind(self, held: BoundInputs | None, arrays: ArraysByName) -> BoundInputs:
         """Binds these inputs in addition to those that `held` binds."""
@@ -137,7 +137,7 @@ class Running:
 
     # --- on this rank of a group ---
 
-    @tells_shortages
+    @explains_shortages
     def call(
         self,
         held: BoundInputs | None,
@@ -167,7 +167,7 @@ class Running:
 
         return self._or_in_sequence(call)
 
-    @tells_shortages
+    @explains_shortages
     def prepare(self, held: BoundInputs | None, sizes: Sequence[Sizes], group: Group | None) -> None:
         """Implements `Program.prepare`."""
         bound = held or self._nothing_bound
@@ -230,7 +230,7 @@ class Running:
 
     # --- on all ranks of this process ---
 
-    @tells_shortages
+    @explains_shortages
     def run(self, held: BoundInputs | None, calls: Sequence[GivenArrays], poison: bool = False) -> list[GlobalCall]:
         """Makes calls with arrays of the same shapes on all ranks in this process."""
 
@@ -245,12 +245,12 @@ class Running:
             return other.run(other._rebound(held), calls, poison)
         return self._here()._or_in_sequence(run)
 
-    @tells_shortages
+    @explains_shortages
     def measure(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
         """Implements `Program.measure`."""
         return self._measured("measure", held, given, warmups, repetitions)[1]
 
-    @tells_shortages
+    @explains_shortages
     def timeline(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
         """Returns the variant that runs for these arrays, and the times of its calls and of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)

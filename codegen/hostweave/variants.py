@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
@@ -43,7 +43,7 @@ class Variants(Generic[R]):
         # Latest variants with constants in place of sizes, by group. For `run`, the key is the runner in place of a group.
         self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
-        self._lock = renewed(threading.Lock())
+        self._lock = reset_after_fork(threading.Lock())
 
     def __iter__(self) -> Iterator[R]:
         kept = (one for of_group in self._at_sizes.values() for one in of_group.values())

@@ -20,7 +20,7 @@ import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, figures, make, toolchain
-from hostweave.build.figures import file_of, keep
+from hostweave.build.figures import file_of, save
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
 from hostweave.build.program import _load_library, build, load
 from hostweave.build.toolchain import Library
@@ -227,7 +227,7 @@ def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_
     monkeypatch.setattr(cuda, "gpus", lambda: gpus)
     monkeypatch.setattr(cuda, "without_access", lambda: None)
     assert f"figures    {says}" in lines_of_doctor()
-    keep(H200, gpus)
+    save(H200, gpus)
     assert f"figures    measured on this machine, {file_of(gpus)}" in lines_of_doctor()
     file_of(gpus).write_text("{}")
     figures.read.cache_clear()
@@ -354,11 +354,11 @@ def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch:
     for source in sources:
         source.write_text("\n" * int(source.stem))
     monkeypatch.setattr(make, "CORES", 2)
-    assert make.merged(sources, tmp_path) == ["unit_0.cpp", "unit_1.cpp"]
+    assert make.merge_sources(sources, tmp_path) == ["unit_0.cpp", "unit_1.cpp"]
     for unit, sizes in (("unit_0.cpp", (5, 3, 1)), ("unit_1.cpp", (4, 2))):
         assert (tmp_path / unit).read_text() == "".join(f'#include "{tmp_path / f"{size}.cpp"}"\n' for size in sizes)
     monkeypatch.setattr(make, "CORES", 8)
-    assert len(make.merged(sources, tmp_path)) == 5
+    assert len(make.merge_sources(sources, tmp_path)) == 5
 
 
 def test_a_broken_module(empty_cache: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
-from hostweave.base.shortages import remedy_of, tells_shortages
+from hostweave.base.shortages import explains_shortages, remedy_of
 from hostweave.build.make import run_together
 
 SCRIPT = """
@@ -123,9 +123,9 @@ def test_what_compilers_say(said: str, remedy: str, tmp_path: Path) -> None:
 def test_other_errors_stay_as_they_are() -> None:
     assert remedy_of("error: no member named 'x'") is None
     with pytest.raises(KeyError):
-        tells_shortages(lambda: {}["x"])()
+        explains_shortages(lambda: {}["x"])()
     with pytest.raises(ExecutionError, match=r"^the machine has too few resources: MemoryError; free memory"):
-        tells_shortages(lambda: (_ for _ in ()).throw(MemoryError()).__next__())()
+        explains_shortages(lambda: (_ for _ in ()).throw(MemoryError()).__next__())()
 
 
 @pytest.mark.extra("torch")

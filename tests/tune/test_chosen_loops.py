@@ -338,7 +338,7 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert fitted.wave == pytest.approx(5e-6, rel=0.1)
     gpus = (cuda.Gpu("Some GPU", "sm_90", 100),) * 2
     assert figures.measured(gpus) is None
-    assert figures.keep(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
+    assert figures.save(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
     assert figures.measured(gpus) == SLOW
     (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
     figures.read.cache_clear()

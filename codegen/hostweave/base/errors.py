@@ -143,13 +143,13 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Remedy for an unknown word: the most similar known word, or the list of all known words."""
     known = list(known)
-    return nearest(word.lower(), known) or f"one of {', '.join(known)}"
+    return closest_word(word.lower(), known) or f"one of {', '.join(known)}"
 
 
-def nearest(word: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
-    """Remedy `did you mean WORD?` for the most similar known word, or None. `likeness` is the least similarity, from 0 to 1."""
-    near = get_close_matches(word, known, 1, likeness)
-    return f"did you mean {near[0]}?" if near else None
+def closest_word(word: str, known: Iterable[str], similarity: float = 0.65) -> str | None:
+    """Remedy `did you mean WORD?` for the most similar known word, or None. `similarity` is the least similarity, from 0 to 1."""
+    matches = get_close_matches(word, known, 1, similarity)
+    return f"did you mean {matches[0]}?" if matches else None
 
 
 def optional(module: str, user: str) -> Any:

@@ -10,28 +10,28 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
+_WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
 # Held while a process starts; a fork waits for it. Otherwise the child inherits the pipe that tells the parent that the process has
 # started.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
-_waited = threading.local()
+_held_locks = threading.local()
 
 
-def renewed(lock: _Lock) -> _Lock:
+def reset_after_fork(lock: _Lock) -> _Lock:
     """Registers a lock to be free in forked processes, and returns the lock."""
     _locks.add(lock)
     return lock
 
 
 def _before() -> None:
-    _waited.held = [lock for lock in (importing, starting) if lock.acquire(timeout=_PATIENCE)]
+    _held_locks.held = [lock for lock in (importing, starting) if lock.acquire(timeout=_WAIT_TIMEOUT)]
 
 
 def _in_parent() -> None:
-    for lock in _waited.held:
+    for lock in _held_locks.held:
         lock.release()
 
 

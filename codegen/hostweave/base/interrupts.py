@@ -13,13 +13,13 @@ from contextvars import Context, ContextVar, copy_context
 from threading import Lock, Thread, get_ident, main_thread
 from typing import Any, Generic, TypeVar, cast
 
-from hostweave.base.shortages import expect_memory, tells_shortages
+from hostweave.base.shortages import expect_memory, explains_shortages
 
 T = TypeVar("T")
 
 POLL_SECONDS = 0.05  # seconds between two checks of whether to continue waiting
 _THREAD_BYTES = 4 << 20  # memory that Python may need for a thread, in addition to its stack
-_PATIENCE = 15.0  # seconds that interrupted work has to end
+_WAIT_TIMEOUT = 15.0  # seconds that interrupted work has to end
 
 
 class Interrupted(BaseException):
@@ -32,14 +32,14 @@ class _Task(Generic[T]):
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._context: Context | None = copy_context()
-        self._begun, self._ended = Lock(), Lock()  # the first thread that takes `_begun` decides whether the work starts
-        self._ended.acquire()
+        self._started, self._finished = Lock(), Lock()  # the first thread that takes `_started` decides whether the work starts
+        self._finished.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_done = False
         self.reason = ""  # why the work must stop; empty while it may continue
 
-    def begin(self) -> None:
+    def start(self) -> None:
         expect_memory(_THREAD_BYTES)  # a thread that cannot allocate memory would end without an error
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
@@ -48,13 +48,13 @@ class _Task(Generic[T]):
 
     def run(self) -> None:
         work, context, self._work, self._context = self._work, self._context, None, None
-        if self._begun.acquire(blocking=False):
+        if self._started.acquire(blocking=False):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
             del work, context  # drop these references before the caller continues, so that the caller is the last owner
             self.is_done = True
-        self._ended.release()
+        self._finished.release()
 
     def _run(self, work: Callable[[], T]) -> None:
         _current.set(self)
@@ -71,19 +71,19 @@ class _Task(Generic[T]):
         """
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
-            self._ended.acquire(timeout=min(POLL_SECONDS, left))
+            self._finished.acquire(timeout=min(POLL_SECONDS, left))
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
         """Asks the work to stop and waits for its end. A second interrupt ends this wait."""
         self.reason = reason
-        if self._begun.acquire(blocking=False):
+        if self._started.acquire(blocking=False):
             return
         if stop:
             Thread(target=stop, args=(reason,), name="hostweave stop", daemon=True).start()
-        self.wait(_PATIENCE)
+        self.wait(_WAIT_TIMEOUT)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Drops the error, because its traceback refers to this task."""
         self._error = self._result = None
 
@@ -94,14 +94,14 @@ class _Task(Generic[T]):
                 raise error
             return cast(T, self._result)
         finally:
-            self.drop()
+            self.release()
             del error
 
 
 _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=None)
 
 
-@tells_shortages
+@explains_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
     """Runs `work` and returns its result. If called on the main thread, another thread runs it.
 
@@ -114,7 +114,7 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
         return work()
     task = _Task(work)
     try:
-        task.begin()
+        task.start()
         while not task.wait(3600):
             pass
         return task.result()
@@ -123,7 +123,7 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
             task.interrupt(type(error).__name__, stop)
         raise
     finally:
-        task.drop()
+        task.release()
         del task
 
 
@@ -134,7 +134,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     """
     task, deadline = _Task(work), time.monotonic() + seconds
     try:
-        task.begin()
+        task.start()
         while not task.wait(POLL_SECONDS):
             expect_not_interrupted()
             if time.monotonic() > deadline:
@@ -152,7 +152,7 @@ def expect_not_interrupted() -> None:
         raise Interrupted(task.reason)
 
 
-def carried(work: Callable[..., T]) -> Callable[..., T]:
+def in_current_context(work: Callable[..., T]) -> Callable[..., T]:
     """Binds `work` to the current context, so that threads of a pool run it as a part of the current work."""
     context = copy_context()
     return lambda *arguments: context.copy().run(work, *arguments)

@@ -10,7 +10,7 @@ from hostweave.base.errors import ParseError
 
 T = TypeVar("T")
 
-DEEPEST = 64  # deepest nesting of bodies and parentheses, because walkers recurse into each
+MAX_DEPTH = 64  # deepest nesting of bodies and parentheses, because walkers recurse into each
 MAX_INT = 2**63 - 1  # largest size: C++ keeps sizes in int64_t
 
 _TOKEN = re.compile(
@@ -107,8 +107,8 @@ class Lexer:
     def inside(self) -> Iterator[None]:
         """Context of one more nesting level: a body, or a pair of parentheses."""
         self.depth += 1
-        if self.depth > DEEPEST:
-            self.fail(f"more than {DEEPEST} nested bodies or parentheses; reduce the nesting")
+        if self.depth > MAX_DEPTH:
+            self.fail(f"more than {MAX_DEPTH} nested bodies or parentheses; reduce the nesting")
         yield
         self.depth -= 1
 

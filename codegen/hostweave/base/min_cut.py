@@ -15,29 +15,29 @@ def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
 
     The cut pays for an edge `(a, b, capacity)` if `a` is on the source side and `b` is not.
     """
-    left: defaultdict[N, dict[N, int]] = defaultdict(dict)
+    residual: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:
-        left[a][b] = left[a].get(b, 0) + capacity
-        left[b].setdefault(a, 0)
-    while sink in (before := _reached(left, source)):
+        residual[a][b] = residual[a].get(b, 0) + capacity
+        residual[b].setdefault(a, 0)
+    while sink in (predecessors := _shortest_paths(residual, source)):
         path = [sink]
         while path[-1] != source:
-            path.append(before[path[-1]])
-        steps = [(a, b) for b, a in pairwise(path)]
-        flow = min(left[a][b] for a, b in steps)
-        for a, b in steps:
-            left[a][b] -= flow
-            left[b][a] += flow
-    return set(before)
+            path.append(predecessors[path[-1]])
+        path_edges = [(a, b) for b, a in pairwise(path)]
+        flow = min(residual[a][b] for a, b in path_edges)
+        for a, b in path_edges:
+            residual[a][b] -= flow
+            residual[b][a] += flow
+    return set(predecessors)
 
 
-def _reached(left: dict[N, dict[N, int]], source: N) -> dict[N, N]:
+def _shortest_paths(residual: dict[N, dict[N, int]], source: N) -> dict[N, N]:
     """Maps each node that is reachable through residual capacity to its predecessor on a shortest path."""
-    before, queue = {source: source}, deque([source])
+    predecessors, queue = {source: source}, deque([source])
     while queue:
         a = queue.popleft()
-        for b, capacity in left[a].items():
-            if capacity and b not in before:
-                before[b] = a
+        for b, capacity in residual[a].items():
+            if capacity and b not in predecessors:
+                predecessors[b] = a
                 queue.append(b)
-    return before
+    return predecessors

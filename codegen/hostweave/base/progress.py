@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 
 log = logging.getLogger("hostweave")
 log.addHandler(logging.NullHandler())
@@ -28,7 +28,7 @@ class _Line:
     """Line that shows the outermost work in progress."""
 
     def __init__(self) -> None:
-        self.lock = renewed(threading.Lock())
+        self.lock = reset_after_fork(threading.Lock())
         self.what, self.began, self.expected, self.done = "", 0.0, 0, 0
 
     def show(self, step: str) -> None:

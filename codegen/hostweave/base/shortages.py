@@ -48,11 +48,11 @@ def expect_memory(count: int) -> None:
             raise MemoryError(f"{error}: {count >> 20} MiB") from error
 
 
-def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
+def explains_shortages(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function: an error that reports a shortage becomes an ExecutionError with a remedy."""
 
     @wraps(function)
-    def told(*arguments: P.args, **named: P.kwargs) -> T:
+    def wrapper(*arguments: P.args, **named: P.kwargs) -> T:
         try:
             return function(*arguments, **named)
         except HostweaveError:
@@ -62,4 +62,4 @@ def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
                 raise ExecutionError(f"the machine has too few resources: {reason_of(error)}; {remedy}") from error
             raise
 
-    return told
+    return wrapper

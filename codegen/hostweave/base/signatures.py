@@ -12,7 +12,7 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MOST_CHARACTERS = 120  # longest usage of a function in a message, in characters
+MAX_CHARACTERS = 120  # longest usage of a function in a message, in characters
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
@@ -22,23 +22,23 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorates a function: a call with a wrong number, name or type of arguments raises ProgramError."""
 
     @wraps(function)
-    def called(*args: _P.args, **options: _P.kwargs) -> _T:
+    def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
-            if any(map(_has_bools, (*args, *options.values()))) and (problem := _mistyped(function, args, options, _has_bools)):
+            if any(map(_has_bools, (*args, *options.values()))) and (problem := _wrong_type_of(function, args, options, _has_bools)):
                 raise ProgramError.here(problem)  # Python would accept a bool as an int
             return function(*args, **options)
         except HostweaveError:
             raise
         except (TypeError, AttributeError, ValueError, LookupError) as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # the error was raised inside the function
-                problem = _mistyped(function, args, options)
+                problem = _wrong_type_of(function, args, options)
                 if problem is None:
                     raise
             else:
-                problem = _misfit(function, error, options)
+                problem = _mismatched_call(function, error, options)
         raise ProgramError.here(problem)
 
-    return called
+    return wrapper
 
 
 def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:
@@ -59,7 +59,7 @@ def checked_arguments(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def _misfit(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
+def _mismatched_call(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
     """Error message for a call whose arguments do not match the signature: the mistake, and the usage of the function."""
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -68,10 +68,10 @@ def _misfit(function: Callable[..., object], error: Exception, options: Mapping[
         return f"{name}: {str(error).partition('() ')[2]}; write {usage}"
     torch_word = _OF_TORCH.get(unknown)
     remedy = f"did you mean {torch_word}?" if torch_word in by_name else did_you_mean(unknown, by_name)
-    return f"{name}: {usage if len(usage) <= MOST_CHARACTERS else name} has no parameter {unknown!r}; {remedy}"
+    return f"{name}: {usage if len(usage) <= MAX_CHARACTERS else name} has no parameter {unknown!r}; {remedy}"
 
 
-def _mistyped(
+def _wrong_type_of(
     function: Callable[..., object],
     args: Sequence[object],
     options: Mapping[str, object],
@@ -88,13 +88,13 @@ def _mistyped(
     (parameters, name, usage), hints = _usage_of(function), _hints(function)
     for parameter, given in bound.arguments.items():
         kind = parameters[parameter].kind if parameter in hints and parameter in parameters else None
-        several = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
-        for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else several:
+        values = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
+        for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else values:
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
                 shown = " ".join(repr(value).split())  # the repr of an array has several lines
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
-                usage = usage if len(usage) <= MOST_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
-                return f"{name}: {argument}={shown} is not {_with_article(_worded(hints[parameter]))}; write {usage}"
+                usage = usage if len(usage) <= MAX_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
+                return f"{name}: {argument}={shown} is not {_with_article(_types_text(hints[parameter]))}; write {usage}"
     return None
 
 
@@ -129,10 +129,10 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _worded(*hints: Any) -> str:
+def _types_text(*hints: Any) -> str:
     """Types as text for a message: `int, str or Sequence of int`."""
     parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
-    words = [_word(part) for part in parts]
+    words = [_type_text(part) for part in parts]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
@@ -140,12 +140,12 @@ def _with_article(words: str) -> str:
     return f"{'an' if words.lower().startswith(('a', 'e', 'i', 'o', 'u', 'hw.')) else 'a'} {words}"
 
 
-def _word(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     name = getattr(kind, "__name__", str(kind))
     if kind is Mapping:
-        return f"{name} of {_worded(parts[0])} to {_worded(parts[1])}"
-    return f"{name} of {_worded(*parts)}" if parts and kind in (tuple, list, Sequence) else name
+        return f"{name} of {_types_text(parts[0])} to {_types_text(parts[1])}"
+    return f"{name} of {_types_text(*parts)}" if parts and kind in (tuple, list, Sequence) else name
 
 
 def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:

@@ -30,17 +30,17 @@ from hostweave.base.shortages import remedy_of
 _SUMS = "SHA256SUMS"  # digests of an entry's other files, created first; its modification time is the time of the entry's last use
 _EVICTED = "evicted"  # file in the cache whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
-_READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
-_IN_USE = 3600.0  # an entry is not evicted within so many seconds of its last use: a build may be about to link it
+_MAX_PREFIX = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
+_MIN_UNUSED_SECONDS = 3600.0  # an entry is not evicted within so many seconds of its last use: a build may be about to link it
 EVICTION_PERIOD = 600.0  # seconds between evictions by builds, because each eviction reads all entries
-_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
-_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
+_MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
+_MAX_CLOCK_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
 _LIMIT = "10 GB"
 _SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a temporary folder in which an entry is created or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
-_held: set[int] = set()  # file descriptors of locks
+_lock_files: set[int] = set()  # file descriptors of locks
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class CacheEntry:
         """Kind of the entry, one of KINDS."""
         if _SCRATCH.fullmatch(self.path.name):
             return "unfinished build"
-        own = "library" if self.path.name.startswith("runtime_") else "program"
-        return {"objects": "object", "failed": "failed build"}.get(self.path.parent.name, own)
+        kind = "library" if self.path.name.startswith("runtime_") else "program"
+        return {"objects": "object", "failed": "failed build"}.get(self.path.parent.name, kind)
 
     @property
     def name(self) -> str:
@@ -83,8 +83,8 @@ def _age(seconds: float) -> str:
 
 def root() -> Path:
     """Folder of the cache: HOSTWEAVE_CACHE, or `hostweave` in the user's cache folder."""
-    if named := os.environ.get("HOSTWEAVE_CACHE"):
-        return Path(named).absolute()
+    if folder_name := os.environ.get("HOSTWEAVE_CACHE"):
+        return Path(folder_name).absolute()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "hostweave"
     except RuntimeError as error:
@@ -111,7 +111,7 @@ def key_of(*parts: str) -> str:
 
 def name_of(name: str, *parts: str) -> str:
     """Name of an entry: a readable prefix, and the hash of `name` and the parts."""
-    return f"{name[:_READABLE]}-{key_of(name, *parts)}"
+    return f"{name[:_MAX_PREFIX]}-{key_of(name, *parts)}"
 
 
 @cache
@@ -121,16 +121,16 @@ def stamp_of(folder: Path) -> str:
     If a file was edited after this process began to import the package, the process may run the old code. The stamp is then a random value.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    soon = time.time_ns() + _SKEW  # later times were written before the clock was set back
-    late = any(base.imported_at <= status.st_ctime_ns <= soon for _, status in files)
+    latest = time.time_ns() + _MAX_CLOCK_SKEW  # later times were written before the clock was set back
+    is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
-    return key_of(*stamps, os.urandom(16).hex() if late else "")
+    return key_of(*stamps, os.urandom(16).hex() if is_edited else "")
 
 
 def lookup(name: str) -> Path | None:
     """Folder of entry `name`, or None if it is missing or incomplete. Raises BuildError if other users can write to the folder."""
     entry = root() / name
-    with _told():
+    with _as_build_error():
         try:
             _expect_own_above(root())
             for folder in (root(), entry.parent, entry):
@@ -152,10 +152,10 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     if found := lookup(name):
         return found
     entry = root() / name
-    with _told(), _lock(name):
+    with _as_build_error(), _lock(name):
         if found := lookup(name):
             return found
-        scratch = _beside(_own(entry.parent) / entry.name)
+        scratch = _scratch_path(_own(entry.parent) / entry.name)
         try:
             scratch.mkdir(0o700)
             (scratch / _SUMS).touch()
@@ -181,7 +181,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
     """Rebuilds entry `name`, and returns its folder. While it is rebuilt, other processes find no entry."""
-    with _told(), _lock(name):
+    with _as_build_error(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
     return get_or_make(name, make)
@@ -189,10 +189,10 @@ def replace(name: str, make: Callable[[Path], object]) -> Path:
 
 def entries() -> tuple[CacheEntry, ...]:
     """All entries of the cache, including failed and unfinished builds."""
-    with _told(), contextlib.suppress(FileNotFoundError):
+    with _as_build_error(), contextlib.suppress(FileNotFoundError):
         _expect_own(root())
-        marks = [mark for folder in _FOLDERS for mark in (root() / folder).glob(f"*/{_SUMS}")]
-        return tuple(filter(None, map(_entry, sorted(marks))))
+        sum_files = [sum_file for folder in _FOLDERS for sum_file in (root() / folder).glob(f"*/{_SUMS}")]
+        return tuple(filter(None, map(_entry, sorted(sum_files))))
     return ()
 
 
@@ -205,7 +205,7 @@ def summary() -> str:
 def clear() -> int:
     """Removes all entries from the cache. Leaves other files in place. Returns the number of removed entries."""
     found = entries()
-    with _told():
+    with _as_build_error():
         for entry in found:
             _remove(entry.path)
     return len(found)
@@ -217,7 +217,7 @@ def remove_leftovers() -> int:
     for entry in entries():
         if found := _SCRATCH.fullmatch(entry.path.name):
             name = str((entry.path.parent / found[1]).relative_to(root()))
-            with _told(), _lock(name, waits=False) as is_free:
+            with _as_build_error(), _lock(name, waits=False) as is_free:
                 if is_free:
                     shutil.rmtree(entry.path, ignore_errors=True)
                     count += 1
@@ -229,7 +229,7 @@ def evict(period: float = 0.0) -> None:
 
     This reads all entries, so nothing is done if the last eviction was less than `period` seconds ago.
     """
-    left, total = limit(), 0
+    max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # there was no eviction yet, or the cache is read-only
         if abs(time.time() - mark.stat().st_mtime) < period:
@@ -238,15 +238,17 @@ def evict(period: float = 0.0) -> None:
         mark.touch()
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
-        if total > left and abs(time.time() - entry.used) > _IN_USE:  # abs, because a clock that was set back leaves future times
+        unused = abs(time.time() - entry.used)  # abs, because a clock that was set back leaves future times
+        if total > max_bytes and unused > _MIN_UNUSED_SECONDS:
             with contextlib.suppress(OSError):  # another process may have removed it
                 _remove(entry.path)
 
 
-def _entry(mark: Path) -> CacheEntry | None:
-    """Entry whose list of files is `mark`. None if the entry has been removed meanwhile."""
+def _entry(sum_file: Path) -> CacheEntry | None:
+    """Entry whose list of files is `sum_file`. None if the entry has been removed meanwhile."""
     try:
-        return CacheEntry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
+        size = sum(map(os.path.getsize, _files(sum_file.parent))) - sum_file.stat().st_size
+        return CacheEntry(sum_file.parent, size, sum_file.stat().st_mtime)
     except FileNotFoundError:
         return None
 
@@ -264,7 +266,7 @@ def _sums(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _as_build_error() -> Iterator[None]:
     """Converts errors of the file system inside the `with` block to a BuildError with a message of one line."""
     try:
         yield
@@ -307,7 +309,7 @@ def _expect_own(folder: Path) -> None:
 def _expect_own_above(folder: Path) -> None:
     """Raises BuildError if another user can replace the folder. In a folder with the sticky bit, only the owner of an entry can replace
     it."""
-    for at in _on_the_way_to(folder):
+    for at in _path_components(folder):
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
         if is_of_others or (stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
@@ -318,23 +320,23 @@ def _expect_own_above(folder: Path) -> None:
             )
 
 
-def _on_the_way_to(folder: Path) -> Iterator[Path]:
+def _path_components(folder: Path) -> Iterator[Path]:
     """Yields the folders and symbolic links that the resolution of an absolute path passes, including links to links."""
     at, names, links = Path(folder.anchor), [*reversed(folder.parts[1:])], 0
     while names:
         yield at
         name = names.pop()
-        below = at.parent if name == ".." else at / name
-        if below.is_symlink():
+        child = at.parent if name == ".." else at / name
+        if child.is_symlink():
             links += 1
-            if links > _LINKS:
+            if links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-            yield below
-            target = Path(os.readlink(below))
+            yield child
+            target = Path(os.readlink(child))
             names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             at = Path(target.anchor or at)
         else:
-            at = below
+            at = child
 
 
 @contextlib.contextmanager
@@ -344,13 +346,13 @@ def opened(path: Path) -> Iterator[str]:
 
     Raises BuildError if other users can write to the file, or if it is not the file that was published.
     """
-    with _told():
+    with _as_build_error():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
             raise BuildError(f"{path} can be written by other users, whose code would run as yours; remove its folder")
-        with open(file, "rb", closefd=False) as data, _told():
+        with open(file, "rb", closefd=False) as data, _as_build_error():
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
@@ -371,7 +373,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        _held.add(file)
+        _lock_files.add(file)
         try:
             with contextlib.suppress(OSError):  # if the file system has no locks, the atomic rename alone protects the entry
                 if waits:
@@ -382,7 +384,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_at(file, path):  # the previous holder of the lock has removed the file
+            if not _is_same_file(file, path):  # the previous holder of the lock has removed the file
                 continue
             try:
                 yield True
@@ -391,7 +393,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
             return
         finally:
             os.close(file)
-            _held.discard(file)
+            _lock_files.discard(file)
 
 
 def _await_lock(file: int) -> None:
@@ -405,38 +407,38 @@ def _await_lock(file: int) -> None:
 
 def _close_locks() -> None:
     """Closes inherited lock files in a forked process. A lock would be held as long as any process has its file open."""
-    for file in _held:
+    for file in _lock_files:
         with contextlib.suppress(OSError):  # the parent may have closed it already
             os.close(file)
-    _held.clear()
+    _lock_files.clear()
 
 
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _is_same_file(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
         return False
 
 
-def _beside(entry: Path) -> Path:
+def _scratch_path(entry: Path) -> Path:
     """Returns a unique path in the same folder as an entry, for a temporary folder."""
     return entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
 
 
 def _remove(entry: Path) -> None:
     """Removes an entry atomically. Also removes a file that has the path of an entry."""
-    gone = _beside(entry)
+    removed = _scratch_path(entry)
     try:
-        entry.rename(gone)
+        entry.rename(removed)
     except FileNotFoundError:
         return
-    if gone.is_dir() and not gone.is_symlink():
-        shutil.rmtree(gone)
+    if removed.is_dir() and not removed.is_symlink():
+        shutil.rmtree(removed)
     else:
-        gone.unlink()
+        removed.unlink()
 
 
 def _keep_failed(scratch: Path, name: str) -> Path:

@@ -73,9 +73,9 @@ def find_cuda() -> Cuda:
     """Returns the CUDA parts of this machine: those of the first complete version. If no version is complete, those of the first one."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
-    known = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
-    tried = [_find(major, [root for root in roots if majors[root] in (None, major)]) for major in known]
-    return next((found for found in tried if not found.missing), tried[0])
+    majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
+    candidates = [_find(major, [root for root in roots if majors[root] in (None, major)]) for major in majors_to_try]
+    return next((found for found in candidates if not found.missing), candidates[0])
 
 
 def _find(major: int, roots: list[Path]) -> Cuda:
@@ -85,8 +85,8 @@ def _find(major: int, roots: list[Path]) -> Cuda:
 
     def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[CudaPart]:
         for name, package in packages.items():
-            places = (root / folder / name for root in roots for folder in folders)
-            yield CudaPart(name, next((place for place in places if place.is_file()), None), package)
+            candidates_of_file = (root / folder / name for root in roots for folder in folders)
+            yield CudaPart(name, next((place for place in candidates_of_file if place.is_file()), None), package)
 
     headers = {
         "cuda_runtime_api.h": f"nvidia-cuda-runtime{wheel}",
@@ -125,13 +125,13 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 @cache
-def without_access() -> tuple[int, int] | None:
+def pair_without_access() -> tuple[int, int] | None:
     """Two GPUs such that the first cannot access the memory of the second; None if all have peer access."""
-    driver, can = _driver(), ctypes.c_int()
+    driver, has_access = _driver(), ctypes.c_int()
     if driver is None:
         return None
     for device, peer in permutations(range(len(gpus())), 2):
-        if driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) != 0 or not can.value:
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(has_access), device, peer) != 0 or not has_access.value:
             return device, peer
     return None
 
@@ -182,8 +182,8 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 def _roots() -> list[Path]:
     """Folders to search: NCCL_HOME, toolkits, pip wheels (`nvidia/cu13`, `nvidia/<component>`), then the system's folders."""
     nvcc = shutil.which("nvcc")
-    named = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    folders_in_environment = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    toolkits = [*(Path(name) for name in folders_in_environment if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     spec = importlib.util.find_spec("nvidia")
     wheels = [child for base in (spec.submodule_search_locations or () if spec else ()) for child in sorted(Path(base).glob("*"))]
     return list(dict.fromkeys(root for root in (*toolkits, *wheels, _SYSTEM) if root.is_dir()))
@@ -192,10 +192,10 @@ def _roots() -> list[Path]:
 def _major_of(root: Path) -> int | None:
     """Major CUDA version according to the headers in a folder, or None."""
     headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
-    return next((major for header in headers if header.is_file() and (major := _stated_major(header))), None)
+    return next((major for header in headers if header.is_file() and (major := _major_in_header(header))), None)
 
 
-def _stated_major(header: Path) -> int | None:
+def _major_in_header(header: Path) -> int | None:
     """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR. Reads a header only up to that line."""
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)

@@ -21,7 +21,7 @@ def measured(gpus: Sequence[Gpu]) -> Machine | None:
     return read(file_of(gpus)) if gpus else None
 
 
-def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
+def save(machine: Machine, gpus: Sequence[Gpu]) -> Path:
     """Writes the constants to their file atomically, and returns its path."""
     path = file_of(gpus)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
-from hostweave.base.interrupts import carried
+from hostweave.base.interrupts import in_current_context
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.base.progress import expect_steps, step_done
 from hostweave.base.shortages import remedy_of
@@ -32,9 +32,9 @@ def make_runtime(
     library: str,
     macros: Mapping[str, str] | None = None,
     soname: str = "",
-    needed: tuple[Library, ...] = (),
+    dependencies: tuple[Library, ...] = (),
 ) -> None:
-    """Builds a runtime library for a target, including its kernels. It is compiled with these macros and linked to the `needed` libraries.
+    """Builds a runtime library for a target, including its kernels, with these macros. Links it to the libraries in `dependencies`.
 
     Raises BuildError if a compiler fails.
     """
@@ -42,33 +42,29 @@ def make_runtime(
 
     def cubin(unit: Unit) -> Path:
         assert toolchain.kernel_compiler
-        made = folder / f"{unit.name}.cubin"
-        made.write_bytes(_compiled(toolchain.kernel_compiler, unit, folder))
-        return made
+        output = folder / f"{unit.name}.cubin"
+        output.write_bytes(_compiled(toolchain.kernel_compiler, unit, folder))
+        return output
 
-    defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
+    defines = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
-    options = (
-        "-fvisibility=default",
-        "-Wno-subobject-linkage",
-        *definitions,
-    )  # included files have unnamed namespaces
-    units = merged(sources, folder)
-    parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # included files have unnamed namespaces
+    files_to_compile = merge_sources(sources, folder)
+    units = [replace(unit, before=defines + unit.before) for file in kernels for unit in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
-        cubins = pool.map(carried(cubin), parts)
-        run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
-        found = {part.name: made for part, made in zip(parts, cubins, strict=True)}
+        cubins = pool.map(in_current_context(cubin), units)
+        run_together([[*toolchain.compile(file, _object(file)), *options] for file in files_to_compile], folder)
+        found = {unit.name: output for unit, output in zip(units, cubins, strict=True)}
     if found:
-        units.append(_JIT_FILE)
+        files_to_compile.append(_JIT_FILE)
         (folder / _JIT_FILE).write_text(loader(found))
         run_together([[*toolchain.compile(_JIT_FILE, _object(_JIT_FILE)), *options]], folder)
-    for other in needed:
+    for other in dependencies:
         other.make()
-    run_together([toolchain.link([*map(_object, units)], library, needed, soname)], folder)
+    run_together([toolchain.link([*map(_object, files_to_compile)], library, dependencies, soname)], folder)
 
 
-def merged(sources: Sequence[Path], folder: Path) -> list[str]:
+def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
     """Writes one file per core that includes some of the sources, because most compile time is spent on headers that all sources
     include."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
@@ -93,10 +89,10 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         get_or_make(entries[file], partial(shutil.copy, folder / _object(file)))
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
-    made = libraries()
-    cached = [f"{library.path.relative_to(root())}\n" for library in made if library.soname]
+    linked = libraries()
+    cached = [f"{library.path.relative_to(root())}\n" for library in linked if library.soname]
     (folder / LIBRARIES_FILE).write_text("".join(cached))
-    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, made)], folder)
+    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, linked)], folder)
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
@@ -113,7 +109,7 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
-        results = list(pool.map(carried(run_one), commands))
+        results = list(pool.map(in_current_context(run_one), commands))
     with open(folder / "build.log", "a") as log:
         log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands, results, strict=True))
     if failed := next((output for status, output in results if status != 0), None):
@@ -126,23 +122,23 @@ def _object(file: str) -> str:
 
 def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
     """Name of the cache entry of the object that the toolchain makes from `text`."""
-    return "objects/" + name_of(name, *_read_with(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
+    return "objects/" + name_of(name, *_with_includes(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
 
 
-def _read_with(folder: Path, text: str) -> list[str]:
+def _with_includes(folder: Path, text: str) -> list[str]:
     """Returns a text and the texts that it includes from the program's folder. Comments are emptied, but their lines remain."""
-    bare = re.sub(r"^ *//.*", "//", text, flags=re.M)
-    included = [folder / name for name in re.findall(r'^#include "([^"]+)"', bare, re.M)]
-    return [bare, *(part for file in included if file.is_file() for part in _read_with(folder, file.read_text()))]
+    without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
+    included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
+    return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
     """Compiles files in parallel. Kernels are compiled by the toolchain's kernel compiler if it has one."""
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
-    hosts = [file for file in files if not (compiler and file == _KERNELS)]
+    host_files = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
-        cubins = pool.submit(carried(_cubins), folder, toolchain, compiler) if compiler else None
-        run_together([toolchain.compile(file, _object(file)) for file in hosts], folder)
+        cubins = pool.submit(in_current_context(_cubins), folder, toolchain, compiler) if compiler else None
+        run_together([toolchain.compile(file, _object(file)) for file in host_files], folder)
     if cubins:
         (folder / _JIT_FILE).write_text(loader(cubins.result()))
         run_together([toolchain.compile(_JIT_FILE, _object(_KERNELS))], folder)
@@ -155,12 +151,12 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
         if not lookup(entry):
             code = _compiled(compiler, unit, folder)
-            get_or_make(entry, lambda made: (made / _CUBIN).write_bytes(code))
+            get_or_make(entry, lambda output: (output / _CUBIN).write_bytes(code))
         return root() / entry / _CUBIN
 
     units = units_of((folder / _KERNELS).read_text())
     with ThreadPoolExecutor(CORES) as pool:
-        return dict(zip((unit.name for unit in units), pool.map(carried(cubin), units), strict=True))
+        return dict(zip((unit.name for unit in units), pool.map(in_current_context(cubin), units), strict=True))
 
 
 def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:

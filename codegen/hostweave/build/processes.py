@@ -52,19 +52,19 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
 @contextmanager
 def _guarded_group() -> Iterator[int]:
     """Creates a process group that is killed when this process ends. The first process of the group is a shell that kills it."""
-    other_end, kept_open = os.pipe()
-    nothing = subprocess.DEVNULL
+    read_end, write_end = os.pipe()
+    devnull = subprocess.DEVNULL
     try:
         with starting:
-            guard = subprocess.Popen(["/bin/sh", "-c", _GUARD], stdin=other_end, stdout=nothing, stderr=nothing, process_group=0)
+            guard = subprocess.Popen(["/bin/sh", "-c", _GUARD], stdin=read_end, stdout=devnull, stderr=devnull, process_group=0)
         try:
             yield guard.pid
         finally:
             guard.kill()
             guard.wait()
     finally:
-        os.close(kept_open)
-        os.close(other_end)
+        os.close(write_end)
+        os.close(read_end)
 
 
 def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tuple[int, str]:
@@ -83,24 +83,24 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
     with started as compiler:
         try:
             while True:
-                has_ended = compiler.poll() is not None
+                has_exited = compiler.poll() is not None
                 try:
-                    said = compiler.communicate(timeout=POLL_SECONDS)[0]
-                except subprocess.TimeoutExpired as so_far:
-                    if has_ended:  # the output is still open in a background process, such as a compiler cache
-                        said = (so_far.output or b"").decode(errors="replace")
+                    output = compiler.communicate(timeout=POLL_SECONDS)[0]
+                except subprocess.TimeoutExpired as expired:
+                    if has_exited:  # the output is still open in a background process, such as a compiler cache
+                        output = (expired.output or b"").decode(errors="replace")
                     else:
                         expect_not_interrupted()
                         if time.monotonic() > deadline:
                             raise _too_long(f"the compiler {command[0]}", seconds) from None
                         continue
-                return compiler.returncode, said + _ended_by(compiler.returncode)
+                return compiler.returncode, output + _signal_text(compiler.returncode)
         except BaseException:
             os.killpg(group, signal.SIGKILL)
             raise
 
 
-def _ended_by(status: int) -> str:
+def _signal_text(status: int) -> str:
     return f"the compiler was ended by signal {-status} ({signal.strsignal(-status)})\n" if status < 0 else ""
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 from hostweave.base.errors import BuildError
-from hostweave.base.forks import importing, renewed
-from hostweave.base.interrupts import carried
+from hostweave.base.forks import importing, reset_after_fork
+from hostweave.base.interrupts import in_current_context
 from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.base.progress import log, progress
 from hostweave.base.shortages import remedy_of
@@ -33,7 +33,7 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 SourceFiles = Mapping[str, str]  # path -> text
 
 _MODULE = "hostweave_program"  # name of the module, as in PyInit_NAME; it is the same for all programs
-_dlopen_flags = renewed(threading.Lock())  # dlopen flags are a setting of the whole interpreter
+_dlopen_flags = reset_after_fork(threading.Lock())  # dlopen flags are a setting of the whole interpreter
 
 
 def build(
@@ -54,14 +54,14 @@ def build(
     edited = _edited_sources(name, host_ir, render)
     libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
-    made_with = toolchain.stamp, *(str(library.path) for library in libraries)
-    entry = name_of(name, host_ir, figures, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
+    toolchain_parts = toolchain.stamp, *(str(library.path) for library in libraries)
+    entry = name_of(name, host_ir, figures, *generator, *toolchain_parts, *(part for item in (edited or {}).items() for part in item))
     with progress(f"compiling {title or name}"), ThreadPoolExecutor(len(libraries)) as pool:
-        made = [pool.submit(carried(library.make)) for library in libraries]
+        futures = [pool.submit(in_current_context(library.make)) for library in libraries]
 
         def built() -> tuple[Library, ...]:
-            for one in made:
-                one.result()
+            for future in futures:
+                future.result()
             return libraries
 
         if folder := lookup(entry):
@@ -88,8 +88,8 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
 
     First loads the cached libraries that the module needs, after checking their files. The dynamic loader then finds them by soname.
     """
-    with opened(path.parent / LIBRARIES_FILE) as listed:
-        libraries = Path(listed).read_text().split("\n")[:-1]
+    with opened(path.parent / LIBRARIES_FILE) as list_file:
+        libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:
         _load_library(path.parent.parent / library)
     name = f"{path.parent.name}.{_MODULE}"  # pybind11 registers modules by their full name
@@ -97,7 +97,7 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
         spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
         assert spec is not None
         assert spec.loader is not None
-        before = sys.getdlopenflags()
+        flags_before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | dlopen_flags)
         try:
             module = module_from_spec(spec)
@@ -108,7 +108,7 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
             remedy = remedy_of(reason) or "remove its folder to build it again"
             raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error
         finally:
-            sys.setdlopenflags(before)
+            sys.setdlopenflags(flags_before)
     return module
 
 
@@ -127,9 +127,9 @@ def _load_library(path: Path) -> ctypes.CDLL:
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
     """Returns the sources in the folder that HOSTWEAVE_EDIT names, or None if it is not set. Generates them first if the folder is
     missing."""
-    if not (named := os.environ.get("HOSTWEAVE_EDIT")):
+    if not (folder_name := os.environ.get("HOSTWEAVE_EDIT")):
         return None
-    folder = Path(named).absolute() / name
+    folder = Path(folder_name).absolute() / name
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)
@@ -138,7 +138,9 @@ def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) 
             raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
         return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".hw", ".h", ".cpp", ".cu", ".cuh")}
     except OSError as error:
-        raise BuildError(f"HOSTWEAVE_EDIT={named}: {error.filename}: {error.strerror}; set it to a folder that you can write") from error
+        raise BuildError(
+            f"HOSTWEAVE_EDIT={folder_name}: {error.filename}: {error.strerror}; set it to a folder that you can write"
+        ) from error
 
 
 def _write(folder: Path, files: SourceFiles) -> None:

@@ -48,23 +48,32 @@ class Toolchain:
     libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
     kernel_compiler: KernelCompiler | None = None  # without one, `compiler` compiles the kernels as C++
 
-    def compile(self, source: str, into: str) -> list[str]:
+    def compile(self, source: str, output: str) -> list[str]:
         """Returns the command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = KERNELS_AS_CPP if source.endswith(".cu") else ()
         level = "-O1" if source == ENQUEUING else "-O2"
-        return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
+        return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
-    def link(self, objects: list[str], into: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
+    def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
         """Returns the command that links objects into a shared library. Its rpath has the folders of the libraries that it needs.
 
         A needed library with a `soname` is not searched for: the process has already loaded it, and the loader finds it by that name.
         """
         files = (*(library.path for library in libraries), *self.libraries)
-        searched = (*(library.path for library in libraries if not library.soname), *self.libraries)
-        folders = dict.fromkeys(file.parent for file in searched)
-        named = [f"-Wl,-soname,{soname}"] if soname else []
-        return [str(self.compiler), "-shared", *named, *objects, *map(str, files), *(f"-Wl,-rpath,{f}" for f in folders), "-o", into]
+        on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
+        folders = dict.fromkeys(file.parent for file in on_rpath)
+        soname_flags = [f"-Wl,-soname,{soname}"] if soname else []
+        return [
+            str(self.compiler),
+            "-shared",
+            *soname_flags,
+            *objects,
+            *map(str, files),
+            *(f"-Wl,-rpath,{f}" for f in folders),
+            "-o",
+            output,
+        ]
 
     @cached_property
     def stamp(self) -> str:
@@ -89,12 +98,12 @@ class Library:
 
 def find_compiler() -> Path:
     """Returns the C++ compiler: CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError if there is none."""
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else ("c++", "g++", "clang++"):
+    requested = os.environ.get("CXX")
+    for name in (requested,) if requested else ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Path(path)
-    if wanted:
-        raise BuildError(f"no C++ compiler: CXX={wanted} is not on PATH; unset CXX, or install that compiler")
+    if requested:
+        raise BuildError(f"no C++ compiler: CXX={requested} is not on PATH; unset CXX, or install that compiler")
     raise BuildError("no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++")
 
 

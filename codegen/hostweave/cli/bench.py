@@ -23,20 +23,20 @@ NEEDED_PACKAGES = {
 }
 
 
-OF_OTHERS = "figures"  # this benchmark runs the others
+RUNS_ALL = "figures"  # this benchmark runs the others
 
 
-def known() -> list[str]:
+def benchmark_names() -> list[str]:
     """Names of all benchmarks."""
     return sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 
 
-def listed() -> Iterator[dict[str, str | bool]]:
+def benchmark_list() -> Iterator[dict[str, str | bool]]:
     """Yields for each benchmark its name, its purpose, and the requirements that this machine does not meet."""
-    for name in known():
-        about = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
-        lacks = _lacking(name) or ""
-        yield {"name": name, "measures": about, "runs_here": not lacks, "lacks": lacks}
+    for name in benchmark_names():
+        purpose = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
+        missing_text = _missing_requirement(name) or ""
+        yield {"name": name, "measures": purpose, "runs_here": not missing_text, "lacks": missing_text}
 
 
 def bench(names: Sequence[str]) -> int:
@@ -47,22 +47,22 @@ def bench(names: Sequence[str]) -> int:
     Raises HostweaveError if a name is unknown, or if a named benchmark needs more GPUs or a missing package.
     """
     status = 0
-    chosen, begin = names or [name for name in known() if name != OF_OTHERS], perf_counter()
+    chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()
     for number, name in enumerate(chosen, 1):
-        if name not in known():
-            raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, known())}")
-        if needs := _lacking(name):
+        if name not in benchmark_names():
+            raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, benchmark_names())}")
+        if needs := _missing_requirement(name):
             if names:
                 raise HostweaveError(f"bench: {name} {needs}")
             print(f"== {name}: {needs}")
             continue
-        place = f" ({number} of {len(chosen)}, after {perf_counter() - begin:.0f} s)" if sys.stdout.isatty() else ""
-        print(f"== {name}{place}", flush=True)
+        progress_text = f" ({number} of {len(chosen)}, after {perf_counter() - begin:.0f} s)" if sys.stdout.isatty() else ""
+        print(f"== {name}{progress_text}", flush=True)
         status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
     return status
 
 
-def _lacking(name: str) -> str | None:
+def _missing_requirement(name: str) -> str | None:
     """Text that says which requirement of a benchmark this machine does not meet, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, but this machine has {len(gpus())}"

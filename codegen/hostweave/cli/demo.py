@@ -32,26 +32,26 @@ def demo(name: str, ranks: int, target: str | None) -> int:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
     fusion = seeds[name]
     assert isinstance(fusion, Fusion)
-    able = [found for found in map(find_target, NAMES) if not found.why_not_here(ranks)]
+    usable = [found for found in map(find_target, NAMES) if not found.why_not_here(ranks)]
     if target and (why := find_target(target).why_not_here(ranks)):
         raise HostweaveError(f"demo: {why}")
-    chosen = find_target(target) if target else max(able, key=lambda found: found.demo_size)
-    program = hw.compile(fusion, target=chosen.name)
-    print(f"{name} on {ranks} ranks, target {chosen.name}")
+    chosen_target = find_target(target) if target else max(usable, key=lambda found: found.demo_size)
+    program = hw.compile(fusion, target=chosen_target.name)
+    print(f"{name} on {ranks} ranks, target {chosen_target.name}")
     started = time.perf_counter()
     print("compiling ...", end=" ", flush=True)
     program.build()
     print(f"{time.perf_counter() - started:.1f} s")
-    worst = _compare(program, fusion, chosen.demo_size)
-    if chosen.is_simulated:
+    largest_error = _compare(program, fusion, chosen_target.demo_size)
+    if chosen_target.is_simulated:
         print("  (ranks are simulated on this machine's cores: the time says nothing about GPUs)")
-    _title("what you write: math on global tensors, and its sharding")
+    print_title("what you write: math on global tensors, and its sharding")
     show(program.fusion_ir, "ir")
-    _title("what you get: what each rank runs, from the generated program.cpp")
+    print_title("what you get: what each rank runs, from the generated program.cpp")
     show(enqueued(program.source), "cpp")
     print(f"\nall of it: {program.folder}")
     print(f"every stage: hostweave inspect seeds:{name} --after all")
-    return 0 if worst <= 1 else 1
+    return 0 if largest_error <= 1 else 1
 
 
 def enqueued(source: str) -> str:
@@ -71,37 +71,39 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
         value.name: random.standard_normal([dim_size.bind(sizes) for dim_size in value.type.shape]).astype(numpy_dtype(value.type.dtype))
         for value in fusion.inputs
     }
-    wanted = run_reference(fusion, arrays)
-    worst = 0.0
+    expected = run_reference(fusion, arrays)
+    largest_error = 0.0
     started = time.perf_counter()
     results_of_ranks = program.run(**arrays, ranks=True)
     repetitions = repetitions_in(MEASURED_SECONDS, time.perf_counter() - started)
     matching: Counter[str] = Counter()
     for rank, results in enumerate(results_of_ranks):
-        for name, got, want in zip(fusion.outputs, results if isinstance(results, tuple) else (results,), wanted, strict=True):
+        for name, actual, expected_value in zip(
+            fusion.outputs, results if isinstance(results, tuple) else (results,), expected, strict=True
+        ):
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
-            block = want[block_of(value.type, fusion.mesh, rank, want.shape)]
-            errors = np.abs(got.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
+            block = expected_value[block_of(value.type, fusion.mesh, rank, expected_value.shape)]
+            errors = np.abs(actual.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
             error = float(np.max(errors, initial=0.0))  # NaN if the result has a NaN
-            worst = max(worst, error) if error == error else float("inf")
+            largest_error = max(largest_error, error) if error == error else float("inf")
             if error <= 1:
-                matching[f"{name} {list(got.shape)}"] += 1
+                matching[f"{name} {list(actual.shape)}"] += 1
             else:
-                print(f"rank {rank}: {name} {list(got.shape)} DIFFERS from NumPy (error {error:.2f} of the tolerance)")
+                print(f"rank {rank}: {name} {list(actual.shape)} DIFFERS from NumPy (error {error:.2f} of the tolerance)")
     for what, count in matching.items():
-        print(f"{what} matches NumPy on {count} rank{'s' * (count > 1)} (largest error {worst:.2f} of the tolerance)")
+        print(f"{what} matches NumPy on {count} rank{'s' * (count > 1)} (largest error {largest_error:.2f} of the tolerance)")
     times = program.measure(**arrays, warmups=1, repetitions=repetitions)
     enqueue = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     total = max(statistics.median(t.total_ms for t in rank) for rank in times)
     print(f"a call: {total:.3f} ms, {enqueue:.1f} us of host time (slowest rank, median of {len(times[0])})")
-    return worst
+    return largest_error
 
 
-def repetitions_in(seconds: float, a_call: float) -> int:
-    """Number of calls that take about `seconds` if each takes `a_call` seconds: from 1 to MAX_REPETITIONS."""
-    return max(1, min(MAX_REPETITIONS, int(seconds / a_call)))
+def repetitions_in(seconds: float, seconds_of_a_call: float) -> int:
+    """Number of calls that take about `seconds` if each takes `seconds_of_a_call` seconds: from 1 to MAX_REPETITIONS."""
+    return max(1, min(MAX_REPETITIONS, int(seconds / seconds_of_a_call)))
 
 
-def _title(text: str) -> None:
+def print_title(text: str) -> None:
     bold, plain = ("\033[1m", "\033[0m") if has_colours() else ("", "")
     print(f"\n{bold}{text}{plain}\n")

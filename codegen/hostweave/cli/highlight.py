@@ -34,9 +34,9 @@ def highlighted(text: str, language: str) -> str:
 def ir_lexer() -> RegexLexer:
     """The lexer of both IRs. Its keywords come from the tables of the printers and parsers. Text that belongs to neither IR becomes an
     Error token."""
-    parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
+    declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
-    stated = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")
+    attributes = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")
 
     class IrLexer(RegexLexer):
         name = "Hostweave IR"
@@ -52,9 +52,9 @@ def ir_lexer() -> RegexLexer:
                 (r"\d+\.(?!\.)\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|(?:inf|nan)\b", Number.Float),
                 (r"\d+", Number.Integer),
                 (words(DTYPES, suffix=r"(?=\[)"), Keyword.Type),
-                (words(parts, prefix=r"\b", suffix=r"\b"), Keyword.Declaration),
+                (words(declarations, prefix=r"\b", suffix=r"\b"), Keyword.Declaration),
                 (words((*WORDS, *OPS), prefix=r"\b", suffix=r"\b(?!=)"), Keyword),
-                (words((*stated, "true", "false", "none"), prefix=r"\b", suffix=r"\b"), Keyword),
+                (words((*attributes, "true", "false", "none"), prefix=r"\b", suffix=r"\b"), Keyword),
                 (r"[A-Za-z_]\w*", Name),
                 (r"->|==|!=|<=|>=|\.\.|[-+*/%<>=]", Operator),
                 (r"[(){}\[\],:.]", Punctuation),

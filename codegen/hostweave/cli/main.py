@@ -20,7 +20,7 @@ from hostweave.base.paths import HOST_IR
 from hostweave.base.progress import progress, tell
 from hostweave.build import cache
 from hostweave.build.toolchain import MODULE_FILE
-from hostweave.cli.bench import bench, listed
+from hostweave.cli.bench import bench, benchmark_list
 from hostweave.cli.calibrate import calibrate
 from hostweave.cli.completion import SHELLS, commands_of, script
 from hostweave.cli.doctor import report
@@ -68,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hostweave {hw.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[[argparse.Namespace], int | None], help: str, *of: Any) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help, parents=of)
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], help: str, *parents: Any) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, parents=parents)
         sub.set_defaults(command=command)
         return sub
 
@@ -352,8 +352,8 @@ def _cache(options: argparse.Namespace) -> None:
         for entry in sorted(kinds["program"], key=lambda entry: entry.used, reverse=True):
             print(entry)
         for kind in ("object", "library", "failed build", "unfinished build"):
-            if of := kinds[kind]:
-                print(f"{cache.size_text(sum(entry.bytes for entry in of))}  {len(of)} {plural(kind, len(of))}")
+            if group := kinds[kind]:
+                print(f"{cache.size_text(sum(entry.bytes for entry in group))}  {len(group)} {plural(kind, len(group))}")
     if left:
         print(f"removed {left} {plural('folder', left)} of builds that were ended")
     print(cache.summary())
@@ -366,7 +366,7 @@ def plural(word: str, count: int) -> str:
 def _bench(options: argparse.Namespace) -> int:
     if not options.list:
         return bench(options.names)
-    benchmarks = list(listed())
+    benchmarks = list(benchmark_list())
     if options.json:
         print(json.dumps(benchmarks))
     else:

@@ -44,23 +44,23 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     """Computes the plan that `prepare` makes on a rank, with the same planner. Raises ProgramError if a size is not divisible as
     required."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
-    placed = replay.events.place()
+    layout = replay.events.place()
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
         uses, of = def_use(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
-            if own := replay.buffers.get(begin):
-                rows.append(_row(begin, of, placed.bytes[own.start], placed.offsets[own], uses, lines[number - 1]))
+            if buffers := replay.buffers.get(begin):
+                rows.append(_row(begin, of, layout.bytes[buffers.start], layout.offsets[buffers], uses, lines[number - 1]))
     if replay.workspace:
-        rows.insert(0, _workspace_row(placed.bytes[0], placed.offsets[replay.workspace], replay.bodies, lines))
-    return MemoryPlan(tuple(rows), placed.peak, placed.bound)
+        rows.insert(0, _workspace_row(layout.bytes[0], layout.offsets[replay.workspace], replay.bodies, lines))
+    return MemoryPlan(tuple(rows), layout.peak, layout.bound)
 
 
 # --- the calls of prepare that describe buffers to the arena ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Placed:
+class ArenaLayout:
     """Offset and size in bytes of each buffer, in the order of allocation, and the totals of `MemoryPlan`."""
 
     offsets: tuple[int, ...]
@@ -82,24 +82,24 @@ class ArenaEvents:
         self.count += count
         return slice(self.count - count, self.count)
 
-    def allocate(self, own: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
+    def allocate(self, buffers: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
         """Records an allocation of these buffers, of `bytes` bytes each. -1 stands for the size of the matmul workspace."""
-        self.events.append((3 if in_window else 0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
+        self.events.append((3 if in_window else 0, buffers.start, buffers.stop - buffers.start, bytes, self._number(pool) if pool else 0))
 
-    def free(self, own: slice) -> None:
-        self.events.append((1, own.start, own.stop - own.start, 0, 0))
+    def free(self, buffers: slice) -> None:
+        self.events.append((1, buffers.start, buffers.stop - buffers.start, 0, 0))
 
     def join(self, pool: str) -> None:
         self.events.append((2, 0, 0, 0, self._number(pool)))
 
-    def place(self) -> Placed:
+    def place(self) -> ArenaLayout:
         numbers = [number for event in self.events for number in event]
         offsets, bytes, bound = (ctypes.c_uint64 * self.count)(), (ctypes.c_uint64 * self.count)(), ctypes.c_uint64()
         events = (ctypes.c_int64 * len(numbers))(*numbers)
         peak = _library().hw_plan_memory(
             ctypes.c_int64(len(self.events)), events, ctypes.c_int64(self.count), offsets, bytes, ctypes.byref(bound)
         )
-        return Placed(tuple(offsets), tuple(bytes), peak, bound.value)
+        return ArenaLayout(tuple(offsets), tuple(bytes), peak, bound.value)
 
     def _number(self, pool: str) -> int:
         return self.pools.setdefault(pool, len(self.pools) + 1)
@@ -134,8 +134,8 @@ class _Replay:
                     bytes = prod(shape) * step.type.dtype.itemsize
                     pool = place.stream[0] if place.stream else None
                     self.events.allocate(self.buffers[step], bytes, pool, place.instruction.in_window)
-                case End(begin) if own := self.buffers.get(begin):
-                    self.events.free(own)
+                case End(begin) if buffers := self.buffers.get(begin):
+                    self.events.free(buffers)
                 case JoinEvent(stream):
                     self.events.join(stream)
 
@@ -156,13 +156,20 @@ def _library() -> ctypes.CDLL:
 
 
 def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> MemoryRow:
-    life = uses.lives[begin.place] or [begin.place]
-    streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in life)
-    return MemoryRow(f"%{begin.name}{of}", str(begin.type), bytes, offsets, (lines[life[0].number], lines[life[-1].number]), tuple(streams))
+    uses_of_buffer = uses.lives[begin.place] or [begin.place]
+    streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in uses_of_buffer)
+    return MemoryRow(
+        f"%{begin.name}{of}",
+        str(begin.type),
+        bytes,
+        offsets,
+        (lines[uses_of_buffer[0].number], lines[uses_of_buffer[-1].number]),
+        tuple(streams),
+    )
 
 
 def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Sequence[Sequence[int]]) -> MemoryRow:
-    used = [own[place.number] for part, own in zip(parts, lines, strict=True) for place in _need_workspace(part)]
+    used = [buffers[place.number] for part, buffers in zip(parts, lines, strict=True) for place in _need_workspace(part)]
     return MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",))
 
 
@@ -179,10 +186,10 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
                     line = number(inner, line) + 1
         return line
 
-    heads = [k for k, line in enumerate(str(program).splitlines(), 1) if line.startswith(("function @", "host @"))]
-    for head, body in zip(heads, (*(function.body for function in program.functions), program.body), strict=True):
+    first_lines = [k for k, line in enumerate(str(program).splitlines(), 1) if line.startswith(("function @", "host @"))]
+    for first_line, body in zip(first_lines, (*(function.body for function in program.functions), program.body), strict=True):
         lines.append([])
-        number(body, head + 1)
+        number(body, first_line + 1)
     return lines
 
 

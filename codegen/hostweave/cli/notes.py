@@ -12,7 +12,7 @@ from hostweave.host_ir.calls import inlined
 from hostweave.types.mesh import RankSizes, Sizes
 from hostweave.types.tensor import BufferType
 
-MUCH = 0.1  # fraction of the bytes of a rank's inputs and outputs
+MIN_SHARE = 0.1  # fraction of the bytes of a rank's inputs and outputs
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
@@ -25,15 +25,15 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []
-    for found in (_gathers(fusion, bound), _packs(inlined(host), bound), _kept(host, bound)):
-        sums: dict[Location | None, tuple[str, int, int]] = {}  # keyed by location, because a function may be called several times
-        for place, what, size in found:
-            first, times, before = sums.get(place, (what, 0, 0))
-            sums[place] = first, times + 1, before + size
-        for place, (what, times, size) in sums.items():
-            where, often = f"{place}: " if place else "", f" in {times} such" if times > 1 else ""
-            cost = f"{size:,} bytes a rank{often}, {size / total:.0%} of the program's inputs and outputs at {at}"
-            notes += [f"{where}{what}: {cost}"] if size > MUCH * total else []
+    for costs in (_gathers(fusion, bound), _packs(inlined(host), bound), _copies_to_donated(host, bound)):
+        totals: dict[Location | None, tuple[str, int, int]] = {}  # keyed by location, because a function may be called several times
+        for location, text, size in costs:
+            first, count, bytes_before = totals.get(location, (text, 0, 0))
+            totals[location] = first, count + 1, bytes_before + size
+        for location, (text, count, size) in totals.items():
+            where, repetitions = f"{location}: " if location else "", f" in {count} such" if count > 1 else ""
+            cost = f"{size:,} bytes a rank{repetitions}, {size / total:.0%} of the program's inputs and outputs at {at}"
+            notes += [f"{where}{text}: {cost}"] if size > MIN_SHARE * total else []
     return notes
 
 
@@ -46,8 +46,8 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
         elif op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
-            what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"
-            yield op.location, f"{what}; shard its consumer, or request the gather by hw.reshard", _bytes(type, sizes)
+            text = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"
+            yield op.location, f"{text}; shard its consumer, or request the gather by hw.reshard", _bytes(type, sizes)
 
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
@@ -56,30 +56,30 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
         name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in (*tree.names(i, "read"), *tree.names(i, "write"))
     }
     types = ir.buffer_types(host)
-    for copy, times in _copies(host.body, sizes, 1):
+    for copy, count in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
         if copy.packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
-            what = f"%{copy.src} is copied to %{copy.dst}, because a communication needs contiguous memory"
-            yield copy.location, f"{what}; make the sharded dim the outermost one", times * _bytes(result, sizes)
+            text = f"%{copy.src} is copied to %{copy.dst}, because a communication needs contiguous memory"
+            yield copy.location, f"{text}; make the sharded dim the outermost one", count * _bytes(result, sizes)
 
 
-def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
+def _copies_to_donated(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     """Yields the copies of results into donated memory. Such a result could not be computed in place."""
     donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
-    for copy, times in _copies(host.body, sizes, 1):
+    for copy, count in _copies(host.body, sizes, 1):
         if copy.dst in donated:
-            what = f"%{donated[copy.dst]} is donated, but is read after %{copy.dst} is computed, or in its loop, so %{copy.dst} is copied"
-            yield copy.location, f"{what}; read it before", times * _bytes(types[copy.dst], sizes)
+            text = f"%{donated[copy.dst]} is donated, but is read after %{copy.dst} is computed, or in its loop, so %{copy.dst} is copied"
+            yield copy.location, f"{text}; read it before", count * _bytes(types[copy.dst], sizes)
 
 
-def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
+def _copies(body: tree.Body, sizes: Sizes, count: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
     """Yields each copy, and how often it runs."""
     for i in body:
         if isinstance(i, ir.Copy | ir.Pack):
-            yield i, times
+            yield i, count
         steps = 1 if i.trips is None else i.trips.bind(sizes)
         for nested in tree.bodies(i):
-            yield from _copies(nested, sizes, times * steps)
+            yield from _copies(nested, sizes, count * steps)
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:

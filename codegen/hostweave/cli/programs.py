@@ -24,20 +24,20 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
         tree = ast.parse(_text(path), str(path))
     except SyntaxError as error:
         raise HostweaveError(f"{path}:{error.lineno}: {error.msg}") from None
-    missing = dict(constants or {})
+    unset = dict(constants or {})
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if name in missing:
-                setattr(module, f"_{name}_given", missing.pop(name))
+            if name in unset:
+                setattr(module, f"_{name}_given", unset.pop(name))
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
-    if missing:
-        raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
+    if unset:
+        raise HostweaveError(f"{path.name}: no top-level constant {next(iter(unset))!r} to set")
     folder = str(path.resolve().parent)  # like `python FILE`, which searches the file's folder for imports
     sys.path.insert(0, folder)
-    before = sys.modules.get(module.__name__)
+    previous = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # dataclasses look up names in annotations in sys.modules
     try:
         exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
@@ -46,8 +46,8 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
     finally:
         sys.path.remove(folder)
         sys.modules.pop(module.__name__)
-        if before:
-            sys.modules[module.__name__] = before
+        if previous:
+            sys.modules[module.__name__] = previous
     return module
 
 
@@ -65,7 +65,7 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
     if file.endswith(".hw"):
         if constants:
             raise HostweaveError(f"{file}: IR text has no constant {next(iter(constants))!r} to set; edit the text")
-        return _parsed(file)
+        return _parse_ir(file)
     example = EXAMPLES / f"{file}.py"
     programs = programs_in(load_file(example if example.is_file() else Path(file), constants))
     if not name and len(programs) == 1:
@@ -78,7 +78,7 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
     return programs[name]
 
 
-def _parsed(file: str) -> Fusion | HostProgram:
+def _parse_ir(file: str) -> Fusion | HostProgram:
     text = _text(Path(file))
     try:
         return Fusion.parse(text) if re.search(r"^fusion @", text, re.M) else HostProgram.parse(text)

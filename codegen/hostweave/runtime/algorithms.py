@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
 _MAX_PROBLEMS = 10_000  # maximum number of problems in the cache, about 2 MB
 
-_save_lock = renewed(threading.Lock())  # ranks may be threads of this process
+_save_lock = reset_after_fork(threading.Lock())  # ranks may be threads of this process
 
 Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import interruptibly, within
-from hostweave.base.shortages import tells_shortages
+from hostweave.base.shortages import explains_shortages
 from hostweave.base.signatures import checked
 from hostweave.runtime.exchange import CallSignature, Exchange, Failed, PeerLost, StoreExchange, ThreadExchange, disagreement
 from hostweave.runtime.failures import SEND_TIMEOUT, FallibleGroup, StartedCalls
@@ -51,11 +51,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _process_groups: dict[str, Group] = {}
-_init_lock = renewed(threading.Lock())
+_init_lock = reset_after_fork(threading.Lock())
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-@tells_shortages
+@explains_shortages
 @checked
 def init(
     provider: Provider | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
 from hostweave.build.make import make_runtime
@@ -50,7 +50,7 @@ class _Call:
 
 
 _calls: list[_Call] = []  # compiled functions refer to calls by index, forever
-_calls_lock = renewed(threading.Lock())
+_calls_lock = reset_after_fork(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:

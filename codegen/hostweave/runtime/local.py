@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram
@@ -37,7 +37,7 @@ from hostweave.types.tensor import Shape, block_shape, holds
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
-_build_lock = renewed(threading.Lock())  # ranks that are threads request the module at the same time
+_build_lock = reset_after_fork(threading.Lock())  # ranks that are threads request the module at the same time
 
 
 class LocalProgram:

@@ -17,9 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import POLL_SECONDS, interruptibly
-from hostweave.base.shortages import tells_shortages
+from hostweave.base.shortages import explains_shortages
 from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.exchange import ThreadTable
 from hostweave.runtime.rendezvous import this_host
@@ -28,7 +28,7 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 T = TypeVar("T")
 
 _servers: dict[str, TcpServer] = {}  # job -> server in this process, which runs until the process ends
-_servers_lock = renewed(threading.Lock())
+_servers_lock = reset_after_fork(threading.Lock())
 _JOIN_TIMEOUT = 10.0  # seconds that the threads of ranks get to end after an interrupt
 MAX_THREADS = 1024
 
@@ -111,7 +111,7 @@ class Threads:
             for part in self.parts.values():
                 part.fail(reason)
 
-    @tells_shortages
+    @explains_shortages
     @checked
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Calls `function(rank)` in a new thread for every rank. Returns the results as a list, indexed by rank.

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hostweave.base.errors import ExecutionError, reason_of
-from hostweave.base.forks import renewed
-from hostweave.base.interrupts import POLL_SECONDS, acquired, carried
+from hostweave.base.forks import reset_after_fork
+from hostweave.base.interrupts import POLL_SECONDS, acquired, in_current_context
 from hostweave.runtime.call import GlobalCall
 from hostweave.runtime.cpu import CpuSchedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT, Group
@@ -37,7 +37,7 @@ _STOP_TIMEOUT = 60.0  # seconds that stopped ranks get to answer; on the CPU tar
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
 _kept_alive: list[BaseException] = []  # errors during the exit, kept alive: freeing the objects that they refer to would crash the process
-_run_lock = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
+_run_lock = reset_after_fork(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Team:
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
-            queue.put(partial(_run_and_report, answers, carried(work), rank))
+            queue.put(partial(_run_and_report, answers, in_current_context(work), rank))
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
         is_stopping = False

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostweave.base.errors import ArgumentError
-from hostweave.base.forks import renewed
+from hostweave.base.forks import reset_after_fork
 from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
@@ -31,7 +31,7 @@ from hostweave.types.tensor import DType
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
-_build_lock = renewed(threading.Lock())
+_build_lock = reset_after_fork(threading.Lock())
 
 
 class WindowPosition(NamedTuple):
@@ -166,6 +166,6 @@ def memory_module(target: str) -> ModuleType:
     """Module of an empty program. The module of any program has the code for group memory."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
     with _build_lock:  # ranks that are threads request it at the same time
-        folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
+        folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, requested=host.libraries), lambda: render(host))
         on.expect_memory()
         return load(folder / MODULE_FILE, on.dlopen_flags)

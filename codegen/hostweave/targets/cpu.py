@@ -37,7 +37,7 @@ class _Cpu(Target):
     def toolchain(self) -> Toolchain:
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
+    def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
         """The library that is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
@@ -68,8 +68,8 @@ class _Cpu(Target):
         """The machine whose GPUs the target emulates. Both targets thus compile equal programs."""
         return H200
 
-    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
-        return usual()
+    def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
+        return default()
 
     def device_of_arrays(self, member: Any) -> int:
         return CPU_DEVICE

@@ -33,22 +33,22 @@ class _Cuda(Target):
     wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
-        compiler, found = find_compiler(), cuda.find_cuda().require()
-        libraries = tuple(part.path for part in found.libraries if part.path)
-        include_folders = (*RUNTIME_INCLUDES, *found.include_folders)
-        assert found.nvrtc.path is not None
-        return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
+        compiler, cuda_parts = find_compiler(), cuda.find_cuda().require()
+        libraries = tuple(part.path for part in cuda_parts.libraries if part.path)
+        include_folders = (*RUNTIME_INCLUDES, *cuda_parts.include_folders)
+        assert cuda_parts.nvrtc.path is not None
+        return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(cuda_parts.nvrtc.path, cuda.arch(), include_folders))
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """Libraries that are compiled on first use: one for all programs, and one for each optional part in `wanted`."""
+    def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
+        """Libraries that are compiled on first use: one for all programs, and one for each optional part in `requested`."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
-        for name in sorted(wanted - {"attention"}):
+        for name in sorted(requested - {"attention"}):
             _, dtype, head = name.split("_")
             kernels = sources_of((attention / "kernels",), self.name)
             libraries.append(_library(f"{name}_{self.name}", kernels, toolchain, shared, HW_DTYPE=dtype, HW_HEAD=head))
-        if wanted:
+        if requested:
             header, library = cuda.find_cuda().require_cudnn()
             folders = (*toolchain.include_folders, header.parent)
             with_cudnn = replace(toolchain, include_folders=folders, libraries=(*toolchain.libraries, library))
@@ -67,15 +67,15 @@ class _Cuda(Target):
         return next((gpu.name for gpu in cuda.gpus()), "")
 
     def report(self) -> Iterator[tuple[str, str]]:
-        found = cuda.find_cuda()
-        for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn, found.nvtx):
+        cuda_parts = cuda.find_cuda()
+        for part in (*cuda_parts.headers, *cuda_parts.libraries, cuda_parts.nvrtc, *cuda_parts.cudnn, cuda_parts.nvtx):
             yield next((word for word in ("nccl", "cublas", "cudnn", "nvtx") if word in part.name), "toolkit"), _part(part)
-        yield "gpus", _gpus(found.major)
+        yield "gpus", _gpus(cuda_parts.major)
         if cuda.gpus():
             yield "figures", _figures()
         if len(cuda.gpus()) > 1:
             yield "peers", why_no_peers(len(cuda.gpus())) or "all GPUs reach each other's memory: chunk loops use transport peer"
-        yield self.name, _readiness(found)
+        yield self.name, _readiness(cuda_parts)
 
     def machine(self, ranks: int) -> Machine:
         machine = figures.measured(cuda.gpus()) or shipped(self.device_name())
@@ -90,8 +90,8 @@ class _Cuda(Target):
     def why_not(self, transport: Transport) -> str:
         return why_not(transport)
 
-    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
-        return usual() if wanted is None else wanted
+    def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
+        return default() if requested is None else requested
 
     def device_of_arrays(self, member: Any) -> int:
         return int(member.device)
@@ -120,8 +120,8 @@ def why_not(transport: Transport) -> str:
     NCCL."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
-            found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
-            return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {found}"
+            cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
+            return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {cuda_parts}"
     return ""
 
 
@@ -144,7 +144,7 @@ def why_no_peers(ranks: int) -> str:
     """Reason why ranks cannot access each other's memory, or "" if they can."""
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
-    if ranks > 1 and (pair := cuda.without_access()):
+    if ranks > 1 and (pair := cuda.pair_without_access()):
         return f"puts need peer access, and GPU {pair[0]} has none to GPU {pair[1]}"
     return ""
 
@@ -167,8 +167,8 @@ def _figures() -> str:
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
     """Returns a cached library of the runtime. It is compiled with these macros and linked to the libraries in `needed`."""
     file = f"libhostweave_{name}.so"
-    made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
-    entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
+    stamps = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
+    entry = name_of(f"runtime_{name}", *stamps, toolchain.stamp)
     soname = f"{entry}.so"
 
     def make(folder: Path) -> None:
@@ -236,9 +236,9 @@ def _gpus(major: int) -> str:
     return f"{names}, driver for CUDA {driver}{old}"
 
 
-def _readiness(found: cuda.Cuda) -> str:
+def _readiness(cuda_parts: cuda.Cuda) -> str:
     try:
-        found.require()
+        cuda_parts.require()
     except BuildError as error:
         return f"target cuda generates, but cannot compile: {error}"
     return "target cuda is ready" if cuda.gpus() else "target cuda generates and compiles, but nothing here can run it"

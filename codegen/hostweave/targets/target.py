@@ -37,8 +37,8 @@ class Target(Protocol):
     def toolchain(self) -> Toolchain:
         """Returns the toolchain of this target. Raises BuildError with the packages to install if a part is missing."""
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """Returns the libraries that a program links to. `wanted` lists optional parts of the runtime.
+    def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
+        """Returns the libraries that a program links to. `requested` lists optional parts of the runtime.
 
         Raises BuildError with the packages to install if something is missing.
         """
@@ -65,8 +65,8 @@ class Target(Protocol):
         """Reason why the library that this process has loaded cannot provide a transport, or "" if it can. By default it can."""
         return ""
 
-    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
-        """Chooses the device number of a rank. `wanted` is the user's choice, or None."""
+    def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
+        """Chooses the device number of a rank. `requested` is the user's choice, or None."""
 
     def device_of_arrays(self, member: Any) -> int:
         """Device number of a rank's arrays: that of a GPU, or CPU_DEVICE."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hostweave.base.errors import ProgramError, nearest
+from hostweave.base.errors import ProgramError, closest_word
 from hostweave.types.size import Size, product
 
 # Names in other libraries, with the equivalent in hostweave.
@@ -62,7 +62,7 @@ def instead_of(name: str) -> str:
     if name in functions:
         return f"use hw.{name}"
     methods = (public for public in vars(hostweave.Tensor) if not public.startswith("_"))
-    return nearest(name, [*functions, *methods]) or "dir(hw) lists the functions"
+    return closest_word(name, [*functions, *methods]) or "dir(hw) lists the functions"
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
