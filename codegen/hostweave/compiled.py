@@ -23,7 +23,7 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import at_sizes, on_mesh
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE, are_divided
+from hostweave.host_ir.size_requirements import MAX_SIZE, are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
@@ -177,7 +177,7 @@ class Compiled:
             raise ArgumentError(f"{self.host.name}: {what}: no size named {named}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
-        if large := [f"{name}={size}" for name, size in sizes.items() if size > MOST_ELEMENTS_OF_A_SIZE]:
+        if large := [f"{name}={size}" for name, size in sizes.items() if size > MAX_SIZE]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: too large for any memory; pass the size of a call")
 
 

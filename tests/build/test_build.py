@@ -225,7 +225,7 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (cuda.Gpu(name, "sm_90", 132),) * 2
     monkeypatch.setattr(cuda, "gpus", lambda: gpus)
-    monkeypatch.setattr(cuda, "without_access", lambda: None)
+    monkeypatch.setattr(cuda, "pair_without_access", lambda: None)
     assert f"figures    {says}" in lines_of_doctor()
     save(H200, gpus)
     assert f"figures    measured on this machine, {file_of(gpus)}" in lines_of_doctor()

@@ -180,7 +180,7 @@ def test_dlpack() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return 1, 0
 
-    memory, module = np.arange(6, dtype=np.int16), windows.built("cpu")
+    memory, module = np.arange(6, dtype=np.int16), windows.memory_module("cpu")
     owner = SimpleNamespace(address=memory.ctypes.data)
     array = OnHost(owner, module, (2, 3), hw.i16, 0)
     np.testing.assert_array_equal(np.from_dlpack(array), memory.reshape(2, 3))

@@ -418,7 +418,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
 
     monkeypatch.setattr(StoreExchange, "gather", counted)
     if by == "store":  # simulates ranks on two hosts
-        monkeypatch.setattr(hw.Group, "made_board", lambda group: (None,))
+        monkeypatch.setattr(hw.Group, "make_barrier", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
         for w in (W, W, np.tile(W, (1, 2)), W, np.tile(W, (1, 2))):
@@ -447,7 +447,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
             here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), position=lambda: position, close=lambda: None)
             group.programs[program] = here
             group.members["cuda"] = native
-            watchdog.Watch(group)
+            watchdog.Watchdog(group)
             while native.aborted is None:
                 time.sleep(0.01)
             with pytest.raises(ExecutionError, match="has failed and cannot be reused: group 'default': rank 0: call 17 of twice"):
@@ -537,7 +537,7 @@ def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -
         group.programs[program] = Local()
         group.members["cuda"] = SimpleNamespace(abort=reasons.put)
         store.is_silent = True
-        watchdog.Watch(group)
+        watchdog.Watchdog(group)
         return reasons.get(timeout=30)
 
     _, reason = hw.Threads(2).run(rank)
@@ -562,7 +562,7 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
             aborted = threading.Event()
             group.programs[program] = SimpleNamespace(progress=("twice", 2, 1, 5.0), close=lambda: None)
             group.members["cuda"] = SimpleNamespace(abort=lambda _: aborted.set())
-            watchdog.Watch(group)
+            watchdog.Watchdog(group)
             assert aborted.wait(30)
         elif what == "close":
             group.close()
@@ -588,10 +588,10 @@ def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
         order.append(f"aborted: {reason}")
 
     group.members["other"] = SimpleNamespace(abort=abort)
-    watching = threading.Thread(target=group.give_up, args=("a rank is gone",))
+    watching = threading.Thread(target=group.abort, args=("a rank is gone",))
     watching.start()
     assert begins.wait(10)
-    others = [threading.Thread(target=group.give_up, args=("later",)) for _ in range(2)]
+    others = [threading.Thread(target=group.abort, args=("later",)) for _ in range(2)]
     for other in others:
         other.start()
     with pytest.raises(ExecutionError, match="a rank is gone"):

@@ -14,7 +14,7 @@ from hostweave.base.errors import HostweaveError
 from hostweave.runtime.group import Group
 
 if os.environ.get("BY") == "store":  # as if ranks were on two hosts
-    Group.made_board = lambda group: (None,)
+    Group.make_barrier = lambda group: (None,)
 
 rank, transport = int(os.environ["RANK"]), os.environ["TRANSPORT"]
 options = hw.Options(transport=transport)

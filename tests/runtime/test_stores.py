@@ -376,13 +376,13 @@ def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
 
 
 def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_STRANGERS", 20)
+    monkeypatch.setattr(stores, "_MAX_UNAUTHENTICATED", 20)
     unauthenticated = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     assert len(server.unauthenticated) <= 20
     assert unauthenticated[0].recv(1) == b""
     store.set("key", b"value")
-    monkeypatch.setattr(stores, "_GRACE", 0.1)
+    monkeypatch.setattr(stores, "_ANSWER_TIMEOUT", 0.1)
     late = socket.create_connection(("127.0.0.1", server.port), 5)
     late.sendall(b"hostweave store")
     assert late.recv(1) == b""

@@ -17,7 +17,7 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.cli.programs import load_file, load_program
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
-from hostweave.timeline.cost import FIRST
+from hostweave.timeline.cost import FIRST_ARRIVAL
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, Timeline, length, union, without
 from hostweave.types.machine import H200, Machine, Network
 
@@ -319,9 +319,9 @@ def test_hosts_are_joined_by_their_network() -> None:
     size, sizes = 2 * 65536 * 8192, {"M": 65536, "K": 8192, "N": 64}
     found = predicted_on(16, sizes, HOSTS)
     crossing, inside = 5e-6 + size / 2 / 8 / 45e9, H200.link("collective", 8).seconds(size * 15 / 16)
-    assert gather(found) == pytest.approx(1e6 * (FIRST + max(crossing, inside)))
+    assert gather(found) == pytest.approx(1e6 * (FIRST_ARRIVAL + max(crossing, inside)))
     slow = replace(H200, network=replace(NETWORK, bandwidth=4.5e9))
-    assert gather(predicted_on(16, sizes, slow)) == pytest.approx(1e6 * (FIRST + 5e-6 + size / 2 / 8 / 4.5e9))
+    assert gather(predicted_on(16, sizes, slow)) == pytest.approx(1e6 * (FIRST_ARRIVAL + 5e-6 + size / 2 / 8 / 4.5e9))
     assert "and 4.5 GB/s between hosts (8 ports of 400 Gb/s a host)" in predicted_on(16, sizes, slow).basis
     assert gather(predicted_on(8, sizes, slow)) == gather(predicted_on(8, sizes, H200))  # one host
 
@@ -346,7 +346,7 @@ def test_an_axis_within_hosts_does_not_use_the_network() -> None:
         made = hw.compile(fusion, options=hw.Options(check=False, machine=slow))
         times[axis] = gather(made.predict(sizes).predicted)
     assert times["tp"] == gather(predicted_gather(8, sizes))
-    assert times["dp"] == pytest.approx(1e6 * (FIRST + 5e-6 + 8192 * 8192 * 2 / 8 / 2 / 1e9))
+    assert times["dp"] == pytest.approx(1e6 * (FIRST_ARRIVAL + 5e-6 + 8192 * 8192 * 2 / 8 / 2 / 1e9))
 
 
 def predicted_gather(ranks: int, sizes: dict[str, int]) -> Timeline:

@@ -9,7 +9,7 @@ import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
 from hostweave.base.progress import expect_steps, step_done
 from hostweave.build import cuda, figures
-from hostweave.communication.cost import LOOP
+from hostweave.communication.cost import LOOP_SECONDS
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.cuda import why_no_puts
 from hostweave.tune.cost import Product
@@ -101,7 +101,7 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
     for by, fusion in (("put", put), ("get", get)):
         times = []
         for shard in SHARDS:
-            spent = LOOP + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
+            spent = LOOP_SECONDS + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
             taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
             times.append(max(taken - spent, machine.launch) / (ranks - 1))
         yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # monotonic: more bytes never take less time

@@ -32,7 +32,7 @@ from hostweave.emit import render
 from hostweave.emit.main import executable_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
+from hostweave.host_ir.size_requirements import MAX_SIZE
 from hostweave.options import OVERLAPS, TRANSPORTS, Options
 from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
@@ -295,7 +295,7 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
         name, equals, value = setting.partition("=")
         if not equals or not value.strip().isdigit():
             raise HostweaveError(f"{option} {text}: {setting}: write NAME=NUMBER, with commas between several")
-        if len(value) > 2 * len(str(MOST_ELEMENTS_OF_A_SIZE)) or int(value) > MOST_ELEMENTS_OF_A_SIZE:
+        if len(value) > 2 * len(str(MAX_SIZE)) or int(value) > MAX_SIZE:
             raise HostweaveError(f"{option} {name.strip()}={value[:20]}: too large for any memory; pass the size of a call")
         sizes[name.strip()] = int(value)
     return sizes

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from hostweave.communication.packing import TermReduction, apart
+from hostweave.communication.packing import TermReduction, split_terms
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import expr_of
 from hostweave.host_ir import ir
@@ -43,8 +43,8 @@ from hostweave.types.tensor import BufferType
 SMALL = 1 << 15
 
 
-class Exchange(Signals):
-    """Emits the collectives of a process group as one-sided transfers. Has the same methods as `Posted`."""
+class OneSidedCollectives(Signals):
+    """Emits the collectives of a process group as one-sided transfers. Has the same methods as `LibraryCollectives`."""
 
     takes_uneven = False  # in an all_to_all, the size of a block depends on two ranks
 
@@ -60,14 +60,16 @@ class Exchange(Signals):
                 (self.b.copy_aside if is_outside else self.copy)(src, own)
 
         if puts:
-            self.write(src, own, dst, copy_own)
+            self.put_to_all(src, own, dst, copy_own)
         else:
-            self.read(src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along)
+            self.get_from_all(
+                src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along
+            )
 
     def all_to_all(self, src: str, dst: str, cut_along: int | None, joined_along: int | None) -> None:
         blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
         own = self.block(src, self.rank)
-        self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
+        self.get_from_all(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
         """Gets the terms of the other ranks into one buffer, and sums them."""
@@ -78,12 +80,12 @@ class Exchange(Signals):
             own = self.b.reshape(block, shape, f"{src}_own")
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
         self.signal(src)
-        self.each_hop(lambda peer, hop: self.take(peer, block, self.block(terms, hop)))
+        self.each_hop(lambda peer, hop: self.wait_and_get(peer, block, self.block(terms, hop)))
         self.signal(src)
         self.wait(src)
 
         def add() -> None:
-            reduction.emit((own, *apart(self.b, terms, terms)), dst)
+            reduction.emit((own, *split_terms(self.b, terms, terms)), dst)
 
         self.b.sum_later(add) if is_outside else add()
 
@@ -103,14 +105,15 @@ class Exchange(Signals):
         self.all_gather(reduced, dst)
 
     def reduce(self, src: str, dst: str, reduction: TermReduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
-        others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], partial(ir.If, opposite(self.rank.equals(root)))
+        other_ranks = [Const(rank) for rank in range(self.size) if rank != root]
+        elsewhere = partial(ir.If, opposite(self.rank.equals(root)))
         src, type = self.in_window(src), self.b.types[dst]
         with self.b.inside(elsewhere):
             self.signal_to(Const(root), src)
         with on_root():
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.copy(src, self.block(terms, Const(root)))
-            for peer in others:
+            for peer in other_ranks:
                 self.get(peer, src, self.block(terms, peer))
             reduction.emit((terms,), dst)
         with self.b.inside(elsewhere):
@@ -120,7 +123,7 @@ class Exchange(Signals):
         distances = {None if source is None else (rank - source) % self.size for rank, source in enumerate(sources)}
         src = self.in_window(src)
         if distances == {0}:
-            self.keep(src, dst)
+            self.copy_locally(src, dst)
         elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all ranks do the same
             receiver = (self.rank + distance) % self.size
             self.signal_to(receiver, src)
@@ -140,7 +143,7 @@ class Exchange(Signals):
                 if source is None:
                     self.b.emit(ir.Fill(dst, 0.0))
                 elif source == rank:
-                    self.keep(src, dst)
+                    self.copy_locally(src, dst)
                 else:
                     self.get(Const(source), src, dst)
                 if receiver != rank:
@@ -148,18 +151,20 @@ class Exchange(Signals):
 
     # --- shared by several collectives -----------------------------------------------------------------------------------
 
-    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
-        """Gets data from each peer. `taken` returns the source on the peer and the destination here.
+    def get_from_all(
+        self, src: str, copy_own: Callable[[], None], buffers_of_peer: Callable[[Expr], tuple[str, str]], along: int | None = None
+    ) -> None:
+        """Gets data from each peer. `buffers_of_peer` returns the source on the peer and the destination here.
 
         `along` is the dim of the destination in which only the peer's block is written, if blocks may differ in size.
         """
         self.signal(src)
         copy_own()
-        self.each_peer(lambda peer: self.take(peer, *taken(peer), along))
+        self.each_peer(lambda peer: self.wait_and_get(peer, *buffers_of_peer(peer), along))
         self.signal(src)
         self.wait(src)
 
-    def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
+    def put_to_all(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
         """Puts `src` to each peer, into this rank's block `own` of `dst`."""
         self.signal(dst)
         copy_own()
@@ -167,20 +172,20 @@ class Exchange(Signals):
         self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
         self.wait(dst)
 
-    def take(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
+    def wait_and_get(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
         """Waits for the peer's signal, then gets from the peer."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
         """Waits for the peer's signal and gets, then signals the peer that its buffer has been read."""
-        self.take(peer, src, dst)
+        self.wait_and_get(peer, src, dst)
         self.signal_to(peer, src)
 
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
-    def keep(self, src: str, dst: str) -> None:
+    def copy_locally(self, src: str, dst: str) -> None:
         """Copies a buffer on this rank. The sizes of `dst` may be named after other mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
-from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.steps import LoopSteps, chunk
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var
@@ -14,8 +14,8 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
-class _Swap(Lowering):
-    def swap(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
+class _SendReceive(Lowering):
+    def send_receive(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
         """Sends the sources and receives into the destinations, as one group. If this rank owns the step's block, copies instead."""
         b = self.b
 
@@ -30,14 +30,14 @@ class _Swap(Lowering):
         branch(b, steps.owned_by.equals(self.rank), lambda: self.copy(moves), exchange)
 
 
-class _P2pGather(_Swap):
+class _P2pGather(_SendReceive):
     """The owner of a block sends it to the rank that uses it in this step."""
 
     def step(self, steps: LoopSteps) -> None:
-        self.swap(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)
+        self.send_receive(self.moves(steps), (self.rank - steps.distance) % self.size, steps.owned_by, steps)
 
 
-class _P2pScatter(_Swap):
+class _P2pScatter(_SendReceive):
     """Each rank sends its term of a block to the owner. The terms of all ranks are received into one buffer, and are summed after the
     loop."""
 
@@ -50,7 +50,7 @@ class _P2pScatter(_Swap):
         sender = Var(b.let("sender", (self.rank - 1 - steps.distance) % self.size))
         terms = b.select(self.landing, 0, sender, f"{self.landing}_{steps.index.name}")
         term = chunk(b, replace(steps, start=0, suffix="landing"), terms, value, dim)
-        self.swap([(source, term)], steps.owned_by, sender, steps)
+        self.send_receive([(source, term)], steps.owned_by, sender, steps)
 
     def after_join(self) -> None:
         name, dim = self.op.result.name, self.op.result.walked.dim
@@ -58,5 +58,5 @@ class _P2pScatter(_Swap):
         self.reduction.emit((self.landing,), own.part(self.b, self.values.buffer_of(name), dim, f"{name}_part"))
 
 
-GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _P2pGather),), FIRST, tried=(1,))
-SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _P2pScatter),), LAST, tried=(1,))
+GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _P2pGather),), LOCAL_FIRST, chunks_to_try=(1,))
+SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _P2pScatter),), LOCAL_LAST, chunks_to_try=(1,))

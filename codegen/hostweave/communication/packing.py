@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MOST_TERMS = 8  # with fewer terms, a kernel has each as a separate operand
+MAX_TERMS = 8  # with fewer terms, a kernel has each as a separate operand
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
     return b.select(ring, 0, steps.block, f"{like}_packed")
 
 
-def apart(b: Builder, terms: str, name: str) -> list[str]:
+def split_terms(b: Builder, terms: str, name: str) -> list[str]:
     """Splits a few terms along the outermost dim into separate operands, so that their sum can fuse with its consumer."""
     count = int(b.types[terms].shape[0])
-    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
+    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MAX_TERMS else [terms]
 
 
 def group(b: Builder, *communications: tree.Instruction) -> None:

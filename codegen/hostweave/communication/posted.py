@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from hostweave.communication.exchanges import Exchange
+from hostweave.communication.exchanges import OneSidedCollectives
 from hostweave.communication.packing import TermReduction
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -11,7 +11,7 @@ from hostweave.host_ir.expr import Const
 from hostweave.transports.transport import COLLECTIVES, SIGNALS
 
 
-class Posted:
+class LibraryCollectives:
     """Emits the collectives of a process group. If `along` is given, that dim is split into blocks that may differ in size."""
 
     takes_uneven = True
@@ -40,6 +40,6 @@ class Posted:
         self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
 
 
-def collectives_on(b: Builder, axes: tuple[str, ...]) -> Posted | Exchange:
+def collectives_on(b: Builder, axes: tuple[str, ...]) -> LibraryCollectives | OneSidedCollectives:
     """Returns the object that emits collectives along `axes`, on the preferred transport."""
-    return Posted(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else Exchange(b, axes)
+    return LibraryCollectives(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else OneSidedCollectives(b, axes)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hostweave.communication.cost import BESIDE_COPIES, Overlap
-from hostweave.communication.packing import apart, branch, contiguous_source
-from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_COPIES, Overlap
+from hostweave.communication.packing import branch, contiguous_source, split_terms
+from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk_shape
 from hostweave.fusion_ir.ir import Op
@@ -46,7 +46,7 @@ class _Loop(Lowering, Signals):
 
 
 @dataclass(frozen=True)
-class Arriving:
+class GatheredMemory:
     """Memory of a value that is gathered in a loop."""
 
     op: Op
@@ -74,7 +74,7 @@ class PutGather(_Loop):
             if not self.shard:
                 self.wait(self.all[0].landing)
 
-    def arriving(self, op: Op) -> Arriving:
+    def arriving(self, op: Op) -> GatheredMemory:
         """Chooses the memory that receives the chunks of a value."""
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
@@ -82,9 +82,9 @@ class PutGather(_Loop):
         is_contiguous = value.name in self.values.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
         shard = self.shard_in_window(op)
         if is_contiguous and b.is_in_window(memory):
-            return Arriving(op, memory, True, shard)
+            return GatheredMemory(op, memory, True, shard)
         shape = (self.steps.count, *self.chunk_shape(value.name))
-        return Arriving(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
+        return GatheredMemory(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
     def shard_in_window(self, op: Op) -> str | None:
         """Memory of this rank's shard, if it is in a window and its chunks are contiguous. None otherwise."""
@@ -94,13 +94,13 @@ class PutGather(_Loop):
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
-    def put(self, one: Arriving, steps: LoopSteps) -> None:
+    def put(self, one: GatheredMemory, steps: LoopSteps) -> None:
         """Puts a chunk of this rank's shard to the rank that uses it in this step."""
         own = replace(steps, owner=self.rank, suffix="own")
         peer = (self.rank - steps.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
-    def source(self, one: Arriving, own: LoopSteps) -> str:
+    def source(self, one: GatheredMemory, own: LoopSteps) -> str:
         """A chunk of this rank's shard, as contiguous memory."""
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
@@ -108,7 +108,7 @@ class PutGather(_Loop):
         """Rank that puts the chunk that arrives in this step."""
         return steps.owned_by
 
-    def landed(self, one: Arriving, steps: LoopSteps) -> str:
+    def landed(self, one: GatheredMemory, steps: LoopSteps) -> str:
         if one.is_in_place:
             return self.values.destination(one.op, steps)
         return self.b.select(one.landing, 0, steps.block, f"{one.landing}_{steps.index.name}")
@@ -218,7 +218,7 @@ class _PutScatter(_Loop):
             landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
         else:
             landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
-        terms = (own, *apart(b, landed, self.landing))
+        terms = (own, *split_terms(b, landed, self.landing))
         self.reduction.emit(terms, target)
 
 
@@ -226,11 +226,11 @@ class _Put(Schedule):
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
         ranks, shard = overlap.ranks, overlap.size / overlap.ranks / machine.memory
         transfer = machine.link("get" if overlap.computed else "put", ranks).seconds(overlap.size / chunks)
-        added = (ranks - 1) * shard if overlap.goes_on else machine.launch + (ranks + 1) * shard
-        return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, BESIDE_COPIES, added)
+        added = (ranks - 1) * shard if overlap.consumer_sums else machine.launch + (ranks + 1) * shard
+        return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
 # In a gather, the end of one matmul can overlap with the start of the next. In a scatter, a chunk is sent as soon as it is computed, and
 # concurrent chunks would delay the first ones.
-GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), FIRST, most_streams=2, tried=(1, 2, 4))
-SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LAST, most_streams=1, tried=(1, 2, 4))
+GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
+SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

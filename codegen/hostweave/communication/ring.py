@@ -7,7 +7,7 @@ from functools import partial
 from hostweave.base.errors import ProgramError
 from hostweave.communication import put
 from hostweave.communication.packing import branch, group
-from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.schedule import LOCAL_FIRST, LOCAL_LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import LoopSteps, chunk, expr_of
 from hostweave.fusion_ir.ir import Op
@@ -26,10 +26,10 @@ class _Ring(Lowering):
         return Var(self.b.let("p", (self.rank - steps.distance) % steps.shards))
 
 
-class _PassedOn(_Ring):
+class _ForwardingRing(_Ring):
     """Ring that reads values in the buffers in which they arrive."""
 
-    def pass_on(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
+    def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
         """Sends chunks of values to the next rank, and receives the chunks of a later step from the previous rank. Records `event` for this
         step."""
 
@@ -73,16 +73,16 @@ class _PassedOn(_Ring):
         return event
 
 
-class _RingGather(_PassedOn):
+class _RingGather(_ForwardingRing):
     """Forwards each block that arrives from the previous rank to the next rank. The first block that a rank sends is its own."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
         event = self.arrivals(steps, lambda: self.copy(moves), lambda: None)
-        self.pass_on([(target, op.result.name) for (_, target), op in zip(moves, self.ops, strict=True)], steps, event)
+        self.forward([(target, op.result.name) for (_, target), op in zip(moves, self.ops, strict=True)], steps, event)
 
 
-class _Sums(_PassedOn):
+class _RingReduceScatter(_ForwardingRing):
     """The partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of its owner's term,
     and is copied from there after the loop."""
 
@@ -104,7 +104,7 @@ class _Sums(_PassedOn):
         term, multiply = self.values.operand(self.op, 0, steps), self.multiply
         assert multiply is not None
         event = self.arrivals(steps, partial(multiply, False), partial(multiply, True))
-        self.pass_on([(term, self.op.tensors[0])], steps, event)
+        self.forward([(term, self.op.tensors[0])], steps, event)
 
     def after_join(self) -> None:
         b, (name,), result = self.b, self.op.tensors, self.op.result
@@ -114,7 +114,7 @@ class _Sums(_PassedOn):
         b.emit(ir.Copy(steps.part(b, own, dim, f"{name}_part"), target))
 
 
-class _SumsByPuts(_Sums):
+class _RingReduceScatterByPuts(_RingReduceScatter):
     """The same ring with puts. The previous rank puts into this rank's sums, after a signal that they may be overwritten."""
 
     needs_count = True
@@ -131,7 +131,7 @@ class _SumsByPuts(_Sums):
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
-class _GatherByPuts(_Ring, put.PutGather):
+class _RingGatherByPuts(_Ring, put.PutGather):
     """Each rank first puts its own shard to the next rank, and then the chunks that it receives from the previous rank."""
 
     def shard_in_window(self, op: Op) -> str | None:
@@ -147,7 +147,7 @@ class _GatherByPuts(_Ring, put.PutGather):
     def sender(self, steps: LoopSteps) -> Expr:
         return (self.rank - 1) % self.size
 
-    def put(self, one: put.Arriving, steps: LoopSteps) -> None:
+    def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
         """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, this is a chunk of the shard that
         it holds."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
@@ -159,5 +159,5 @@ class _GatherByPuts(_Ring, put.PutGather):
         branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(place))
 
 
-GATHER = Schedule("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _GatherByPuts)), FIRST)
-SCATTER = Schedule("ring", "reduce_scatter", ((MESSAGES, _Sums), (SIGNALS, _SumsByPuts)), LAST)
+GATHER = Schedule("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _RingGatherByPuts)), LOCAL_FIRST)
+SCATTER = Schedule("ring", "reduce_scatter", ((MESSAGES, _RingReduceScatter), (SIGNALS, _RingReduceScatterByPuts)), LOCAL_LAST)

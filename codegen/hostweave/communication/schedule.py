@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hostweave.communication.cost import BESIDE_KERNELS, Overlap, kernels_beside
+from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication_slowdown
 from hostweave.communication.packing import TermReduction
 from hostweave.communication.steps import Dataflow, LoopSteps, rank_in_group
 from hostweave.communication.values import Values
@@ -26,7 +26,7 @@ from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
 # A gather begins with the rank's own shard, which is available immediately. A reduce-scatter ends with it, because it is not sent.
-FIRST, LAST = ROTATIONS
+LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Schedule:
     # pairs: the instructions that the channel's transport must support, and the lowering that uses them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # when a rank computes its own block
-    most_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options
-    tried: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
+    max_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options
+    chunks_to_try: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
     chunking: ClassVar[str] = "by_shard"
 
     @property
@@ -55,15 +55,15 @@ class Schedule:
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
         """Total numbers of chunks that the cost model tries."""
-        return tuple(count * ranks for count in self.tried)
+        return tuple(count * ranks for count in self.chunks_to_try)
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
         """Predicted seconds of the loop, if kernels send the chunks one after another, each to one rank."""
         transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
-        own, slower = chunks // overlap.ranks, kernels_beside(overlap.ranks)
-        return overlap.in_chunks(machine, chunks, own, transfer, slower, BESIDE_KERNELS, added)
+        own, slower = chunks // overlap.ranks, communication_slowdown(overlap.ranks)
+        return overlap.in_chunks(machine, chunks, own, transfer, slower, MATMUL_SLOWDOWN_BY_KERNELS, added)
 
     def lowering(self, transport: Transport) -> type[Lowering]:
         """Returns the class that lowers the schedule on a transport."""

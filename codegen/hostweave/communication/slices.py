@@ -1,7 +1,7 @@
 """Schedules across shards: each iteration does one collective, or one move to another mesh, for a slice of every rank's shard."""
 
 from hostweave.communication.collective import CollectiveLowering
-from hostweave.communication.cost import BESIDE_KERNELS, Overlap, communication, kernels_beside
+from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication, communication_slowdown
 from hostweave.communication.schedule import Lowering, Schedule
 from hostweave.communication.steps import LoopSteps
 from hostweave.communication.transfers import send_and_receive
@@ -24,17 +24,17 @@ class _Slices(Schedule):
     chunking = "across_shards"
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
-        return self.tried
+        return self.chunks_to_try
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
         transfer = communication(machine, self.kind, overlap.ranks, overlap.size / chunks)
-        return overlap.in_chunks(machine, chunks, 0, transfer, kernels_beside(overlap.ranks), BESIDE_KERNELS, 0.0)
+        return overlap.in_chunks(machine, chunks, 0, transfer, communication_slowdown(overlap.ranks), MATMUL_SLOWDOWN_BY_KERNELS, 0.0)
 
 
 _BY = ((COLLECTIVES, _Slice), (SIGNALS, _Slice))
 SCHEDULES = (
     *(_Slices(kind, kind, _BY) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
-    _Slices("all_reduce", "all_reduce", _BY, tried=(2, 4)),
+    _Slices("all_reduce", "all_reduce", _BY, chunks_to_try=(2, 4)),
     _Slices("collective_permute", "permute_shards", _BY),
     _Slices("transfer", "transfer", ((MESSAGES, _Move),)),
 )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 
-from hostweave.communication.exchanges import Exchange
+from hostweave.communication.exchanges import OneSidedCollectives
 from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
 from hostweave.communication.posted import collectives_on
 from hostweave.communication.signals import NUMBERS
@@ -37,16 +37,16 @@ class Transfers:
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.unread: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
+        self.pending_waits: list[Callable[[], None]] = []  # functions that emit the waits of senders for their readers
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
         if self.b.carrying(MESSAGES, SIGNALS).carries >= MESSAGES:
             send_and_receive(self.b, self.flow, op, operand, destination, None)
             return
-        if len(self.unread) == NUMBERS - 1:
+        if len(self.pending_waits) == NUMBERS - 1:
             self.wait_for_readers()
-        self.unread.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
+        self.pending_waits.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.pending_waits)))
 
     def reduce(self, op: Op, reduction: TermReduction) -> None:
         """Reduces to the single rank of each process group that is in the result's mesh."""
@@ -57,9 +57,9 @@ class Transfers:
 
     def wait_for_readers(self) -> None:
         """Emits the waits of senders for their readers. They come last, because a reader may first need other data from this rank."""
-        for wait in self.unread:
+        for wait in self.pending_waits:
             wait()
-        self.unread.clear()
+        self.pending_waits.clear()
 
 
 def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
@@ -98,7 +98,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
     with b.on(None):
-        ranks = Exchange(b, world)
+        ranks = OneSidedCollectives(b, world)
     first, last = ({(route.sender, route.receiver): route for route in order}.values() for order in (blocks.moved[::-1], blocks.moved))
 
     def block(name: str, count: int, number: int) -> str:
@@ -111,11 +111,11 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
             with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
                 emit(route)
 
-    def take(route: Route) -> None:
+    def wait_and_get(route: Route) -> None:
         sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
         if route.sender == route.receiver:
             same_dims = prod(blocks.sent) == prod(blocks.received) == 1
-            (ranks.keep if same_dims else ranks.copy)(sent, landed)
+            (ranks.copy_locally if same_dims else ranks.copy)(sent, landed)
             return
         if route in first:  # two ranks signal each other once for all their routes
             ranks.wait_for(Const(route.sender), sent, number)
@@ -127,7 +127,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
         packed = ranks.in_window(_blocks_to_send(b, src(), blocks, None, None))
     each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed, number), lambda route: route.sender, last)
     with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, None, None) as landing:
-        each(target.mesh, take, lambda route: route.receiver, blocks.routes)
+        each(target.mesh, wait_and_get, lambda route: route.receiver, blocks.routes)
     return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, number), lambda route: route.sender, last)
 
 
@@ -159,8 +159,8 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
             group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
             with b.on(group):
                 b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((COPIES,))))
-        if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
-            with b.on(Mesh(((COPIES, len(there)),), there)):
+        if staying_ranks := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
+            with b.on(Mesh(((COPIES, len(staying_ranks)),), staying_ranks)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
                 b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the local sizes of the copy are those on the target mesh
 

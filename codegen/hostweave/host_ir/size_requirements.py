@@ -15,7 +15,7 @@ from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
 
-MOST_ELEMENTS_OF_A_SIZE = 2**48  # elements; more than any memory can hold
+MAX_SIZE = 2**48  # elements; more than any memory can hold
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:

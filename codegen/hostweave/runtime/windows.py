@@ -19,7 +19,7 @@ from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.host_ir.size_requirements import MOST_ELEMENTS_OF_A_SIZE
+from hostweave.host_ir.size_requirements import MAX_SIZE
 from hostweave.runtime.arguments import BoundInputs
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.exchange import Span
@@ -154,7 +154,7 @@ def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int,
         raise ArgumentError(f"group.empty: shape={shape!r} is not a tuple of ints of at least 0; pass the shape of this rank's array")
     if not isinstance(dtype, DType):
         raise ArgumentError(f"group.empty: dtype={dtype!r} is not a dtype of Hostweave; pass one such as hw.f32 or hw.bf16")
-    if prod(map(int, sizes)) > MOST_ELEMENTS_OF_A_SIZE:
+    if prod(map(int, sizes)) > MAX_SIZE:
         raise ArgumentError(f"group.empty: shape={shape!r} exceeds any memory; pass the shape of this rank's array")
     if not isinstance(target, str) or target not in NAMES:
         raise ArgumentError(f"group.empty: there is no target {target!r}; the targets are {' and '.join(NAMES)}")

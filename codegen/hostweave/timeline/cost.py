@@ -8,24 +8,24 @@ from math import ceil, log2, prod
 from typing import Any
 
 from hostweave.check.operations import Access, Operation
-from hostweave.communication.cost import CHUNK, LOOP, TURN, communication
+from hostweave.communication.cost import CHUNK_SECONDS, LOOP_SECONDS, SWITCH_SECONDS, communication
 from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import Kernel
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
-from hostweave.tune.cost import ATTENTION, Attended, Product, grouped_product, in_kernel
+from hostweave.tune.cost import ATTENTION_PEAK, AttentionWork, Product, grouped_product, in_kernel
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-ORDER = CHUNK / 2  # seconds to record an event, or to wait for an event of another stream
-FORK = LOOP / 4  # seconds of a fork or a join; a loop has two of each, for matmuls and for communications
-EARLY = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
-FIRST = 3e-6  # seconds until the last rank arrives at a communication that starts a call
-SORTED = 2048  # maximum elements of a lane that one block sorts with a sorting network: hw::kSorted
-STEP = 0.45e-6  # seconds per step of the sorting network
-PASSES, PASSED = 26e-6, 0.3e-9  # radix sort of a longer lane: fixed seconds, and seconds per element
-COUNTS, COUNTED = 3e-6, 0.2e-9  # ordering a lane by group: fixed seconds, and seconds per element
+EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds to record an event, or to wait for an event of another stream
+FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two of each, for matmuls and for communications
+LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
+FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication that starts a call
+MAX_NETWORK_SORT = 2048  # maximum elements of a lane that one block sorts with a sorting network: hw::kSorted
+SORT_STEP_SECONDS = 0.45e-6  # seconds per step of the sorting network
+RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer lane: fixed seconds, and seconds per element
+COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # ordering a lane by group: fixed seconds, and seconds per element
 BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 
@@ -53,9 +53,9 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
     work = work_of(operation, machine)
     is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:
-        return replace(work, seconds=max(work.seconds - EARLY, 0.0))
+        return replace(work, seconds=max(work.seconds - LAUNCH_OVERLAP, 0.0))
     turns = {work.engine, before} == {"multiprocessors", "kernels"} and not is_ours
-    return replace(work, seconds=work.seconds + TURN) if turns else work
+    return replace(work, seconds=work.seconds + SWITCH_SECONDS) if turns else work
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
@@ -69,31 +69,31 @@ def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> W
     def bytes_of(name: str) -> int:
         return prod([size.bind(sizes) for size in types[name].shape]) * types[name].dtype.itemsize
 
-    again, sorting = 0.0, 0.0
+    reread_bytes, sorting = 0.0, 0.0
     for op in kernel.ops:
         if op.kind == "argsort":
             sorting += _sorting(types[op.tensors[0]].shape[op[AXIS]].bind(sizes))
         elif op.kind == "group_order":
-            sorting += COUNTS + COUNTED * types[op.tensors[0]].shape[op[AXIS]].bind(sizes)
+            sorting += COUNT_SECONDS + COUNT_SECONDS_PER_ELEMENT * types[op.tensors[0]].shape[op[AXIS]].bind(sizes)
         elif op.kind == "take":
             table = bytes_of(op.tensors[0])
-            again += max(0, bytes_of(op.result.name) - table) * max(0.0, 1 - machine.cache / max(table, 1))
+            reread_bytes += max(0, bytes_of(op.result.name) - table) * max(0.0, 1 - machine.cache / max(table, 1))
     share = 1 / machine.multiprocessors if sorting > work.seconds else work.share
-    return replace(work, seconds=work.seconds + again / machine.memory + sorting, share=share)
+    return replace(work, seconds=work.seconds + reread_bytes / machine.memory + sorting, share=share)
 
 
 def _sorting(length: int) -> float:
-    if length > SORTED:
-        return PASSES + PASSED * length
+    if length > MAX_NETWORK_SORT:
+        return RADIX_SECONDS + RADIX_SECONDS_PER_ELEMENT * length
     rounds = ceil(log2(max(length, 1)))
-    return STEP * rounds * (rounds + 1) / 2
+    return SORT_STEP_SECONDS * rounds * (rounds + 1) / 2
 
 
 def _bytes(access: Access) -> int:
     return access.region.layout.count * access.region.layout.dtype.itemsize
 
 
-def _moved(operation: Operation) -> int:
+def _bytes_moved(operation: Operation) -> int:
     """Bytes that an operation reads and writes. A buffer that is updated counts twice."""
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
 
@@ -107,7 +107,7 @@ def _nothing(operation: Operation, machine: Machine) -> Work:
 
 def _kernel(operation: Operation, machine: Machine) -> Work:
     """Work of reading and writing all operands at memory bandwidth."""
-    return Work(machine.launch + _moved(operation) / machine.memory, "multiprocessors")
+    return Work(machine.launch + _bytes_moved(operation) / machine.memory, "multiprocessors")
 
 
 def _matmul(operation: Operation, machine: Machine) -> Work:
@@ -133,10 +133,10 @@ def _attention(operation: Operation, machine: Machine, products: float = 2.0) ->
     is_causal = i.diagonal is not None and not i.window
     if is_causal and isinstance(i.diagonal, Const):  # always constant in an operation
         columns = max(0, min(columns, rows + i.diagonal.value))
-    speed = ATTENTION / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
+    speed = ATTENTION_PEAK / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
     width = float(q.shape[-1] + v.shape[-1])
-    attended = Attended(float(prod(q.shape[:-2])), float(rows), float(columns), width, is_causal, speed=speed, products=products)
-    return Work(max(attended.seconds(machine), machine.launch + _moved(operation) / machine.memory), "multiprocessors")
+    attention = AttentionWork(float(prod(q.shape[:-2])), float(rows), float(columns), width, is_causal, speed=speed, products=products)
+    return Work(max(attention.seconds(machine), machine.launch + _bytes_moved(operation) / machine.memory), "multiprocessors")
 
 
 def _backward(operation: Operation, machine: Machine) -> Work:
@@ -175,10 +175,10 @@ def _rooted(operation: Operation, machine: Machine) -> Work:
 
 def _permute(operation: Operation, machine: Machine) -> Work:
     size = max((_bytes(access) for access in operation.accesses), default=0)
-    return Work(_between(operation, operation.process_group, size, machine), "kernels", sent=size)
+    return Work(_seconds_between(operation, operation.process_group, size, machine), "kernels", sent=size)
 
 
-def _between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
+def _seconds_between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
     """Seconds to move `size` bytes between two ranks. The network limits the time if a peer is on another host."""
     seconds = machine.link("collective", 2).seconds(size)
     ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
@@ -188,7 +188,7 @@ def _between(operation: Operation, peers: Iterable[int | None], size: float, mac
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
     """Work of a kernel that exchanges terms with the kernels of other ranks."""
     term, ranks = _bytes(operation.accesses[0]), len(operation.process_group)
-    seconds = machine.launch + in_kernel(ranks, term) + _moved(operation) / machine.memory
+    seconds = machine.launch + in_kernel(ranks, term) + _bytes_moved(operation) / machine.memory
     return Work(seconds, "kernels", sent=term * (ranks - 1))
 
 
@@ -198,20 +198,20 @@ def _group(operation: Operation, machine: Machine) -> Work:
     sent, received, rest = 0, 0, 0.0
     for part in operation.members:
         if part.instruction.posts == "send":
-            sent += _moved(part)
+            sent += _bytes_moved(part)
         elif part.instruction.posts == "recv":
-            received += _moved(part)
+            received += _bytes_moved(part)
         else:
             work = work_of(part, machine)
             rest, sent = rest + work.seconds, sent + work.sent
-    pairs = _between(operation, (part.peer for part in operation.members), max(sent, received), machine)
+    pairs = _seconds_between(operation, (part.peer for part in operation.members), max(sent, received), machine)
     return Work(rest or pairs, "kernels", sent=sent)
 
 
 def _pair(operation: Operation, machine: Machine) -> Work:
-    size = _moved(operation)
+    size = _bytes_moved(operation)
     sent = size if operation.instruction.posts == "send" else 0
-    return Work(_between(operation, (operation.peer,), size, machine), "kernels", sent=sent)
+    return Work(_seconds_between(operation, (operation.peer,), size, machine), "kernels", sent=sent)
 
 
 def _put(operation: Operation, machine: Machine) -> Work:
@@ -225,11 +225,11 @@ def _get(operation: Operation, machine: Machine) -> Work:
 
 
 def _ordering(operation: Operation, machine: Machine) -> Work:
-    return Work(ORDER)
+    return Work(EVENT_SECONDS)
 
 
 def _forking(operation: Operation, machine: Machine) -> Work:
-    return Work(FORK if operation.waits else 0.0)  # counted on the stream that waits
+    return Work(FORK_SECONDS if operation.waits else 0.0)  # counted on the stream that waits
 
 
 _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
-MOST_LINES = 16  # maximum number of ranks that the text lists
+MAX_LINES = 16  # maximum number of ranks that the text lists
 CALLER = "caller"  # the stream of the caller
 
 
@@ -83,11 +83,12 @@ class Timeline:
         return tuple(self._totals(rank) for rank in self.ranks)
 
     def _totals(self, rank: int) -> Totals:
-        own = self.of_rank(rank)
-        computes, communicates = (union(e for e in own if e.kind == kind) for kind in (COMPUTE, COMMUNICATION))
+        events_of_rank = self.of_rank(rank)
+        computes, communicates = (union(e for e in events_of_rank if e.kind == kind) for kind in (COMPUTE, COMMUNICATION))
         exposed = without(communicates, computes)
         busy = length(computes)
-        return Totals(rank, busy, length(communicates), length(exposed), self.micros - busy - length(exposed), sum(e.sent for e in own))
+        idle, sent = self.micros - busy - length(exposed), sum(event.sent for event in events_of_rank)
+        return Totals(rank, busy, length(communicates), length(exposed), idle, sent)
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
         """Events of a rank, in the order in which its host issues them."""
@@ -102,8 +103,8 @@ class Timeline:
 
     def exposed(self, rank: int) -> list[Interval]:
         """Intervals in which the rank communicates and does not compute."""
-        own = self.of_rank(rank)
-        return without(union(e for e in own if e.kind == COMMUNICATION), union(e for e in own if e.kind == COMPUTE))
+        events_of_rank = self.of_rank(rank)
+        return without(union(e for e in events_of_rank if e.kind == COMMUNICATION), union(e for e in events_of_rank if e.kind == COMPUTE))
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
@@ -111,26 +112,26 @@ class Timeline:
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
-        while needed := self._needed(path[-1], set(path)):
+        while awaited := self._needed(path[-1], set(path)):
             rank = self.events[path[-1]].rank  # if several end at the same time, prefers an event of the same rank
-            path.append(max(needed, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
+            path.append(max(awaited, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
         """Indices of the events that an event waits for. Includes events on other ranks that delayed its collective or signal."""
         event = self.events[number]
-        needed = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
-        return [earlier for earlier in needed - seen if self.events[earlier].end <= event.end]
+        awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
+        return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         head = f"{self.program} on {self.mesh}{f' at {sizes}' if sizes else ''}: {self.micros:.1f} us, {self.basis}"
-        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals[:MOST_LINES]]
+        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals[:MAX_LINES]]
         lines = [
             f"  rank {rank}: busy {busy:.1f} us, exposed {exposed:.1f} us, idle {idle:.1f} us, {sent:,} bytes sent"
             for rank, busy, exposed, idle, sent in rows
         ]
-        lines += [f"  and {len(self.ranks) - MOST_LINES} more ranks"] if len(self.ranks) > MOST_LINES else []
+        lines += [f"  and {len(self.ranks) - MAX_LINES} more ranks"] if len(self.ranks) > MAX_LINES else []
         path = [self.events[number] for number in self.critical_path]
         memory = [f"  memory of rank {self.ranks[0]}: {self.peak_bytes:,} bytes at most"] if self.memory else []
         on = ", ".join(f"{event.name} {event.micros:.1f} us" for event in path if event.kind != WAITING)

@@ -85,7 +85,7 @@ def _align(ranks: list[list[SimulatedTask]]) -> None:
     """Shifts the clocks of the ranks by the smallest amounts for which no rank receives data before it was sent."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [
-        (task, other, other.start) for task in timed for gathering in task.meets for other in gathering.tasks
+        (task, other, other.start) for task in timed for rendezvous in task.meets for other in rendezvous.tasks
     ]
     least = [
         (task.operation.rank, other.operation.rank, at - task.end)

@@ -13,9 +13,9 @@ WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the r
 LANE, GAP = 18, 10
 MEMORY = 48  # height of the peak memory, in pixels
 LETTER = 6.2  # width of a character in pixels
-MOST_RANKS = 16  # maximum number of ranks in a picture
+MAX_SHOWN_RANKS = 16  # maximum number of ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
-APART = 4.0  # timelines get separate scales if their lengths differ by more than this factor
+MAX_SCALE_RATIO = 4.0  # timelines get separate scales if their lengths differ by more than this factor
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Picture:
     def __init__(self, timelines: Sequence[Timeline]):
         self.timelines = timelines
         longest = max(timeline.micros for timeline in timelines)
-        self.shares_scale = longest <= APART * min(timeline.micros for timeline in timelines)
+        self.shares_scale = longest <= MAX_SCALE_RATIO * min(timeline.micros for timeline in timelines)
         self.spans = [longest if self.shares_scale else timeline.micros for timeline in timelines]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return self.timelines[0].ranks[:MOST_RANKS]
+        return self.timelines[0].ranks[:MAX_SHOWN_RANKS]
 
     @property
     def left_out(self) -> int:

@@ -11,7 +11,7 @@ from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import CALLER, Event, Timeline
-from hostweave.timeline.simulate import Gathering, SimulatedTask, play, tasks_of
+from hostweave.timeline.simulate import Rendezvous, SimulatedTask, simulate, tasks_of
 from hostweave.types.machine import HOST, Machine
 from hostweave.types.mesh import Sizes
 
@@ -27,7 +27,7 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
         raise ProgramError(f"{program.name}: predict: {why}; give {example}")
     instances = instantiate(program, sizes)
     ranks = tasks_of(instances, match_communications(instances), machine)
-    play(ranks)
+    simulate(ranks)
     network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
     found = timeline_of(program, sizes, f"predicted from the figures of {machine.name}{network}", ranks)
     return replace(found, memory=tuple(_memory(ranks[0], instances.roots[0])))
@@ -36,29 +36,29 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
     """Yields the memory of a rank as (time, bytes allocated from then on). Inputs and outputs are allocated all the time, temporaries
     between allocate and deallocate."""
-    held = sum(root.size for root in roots.values() if root.role != "allocation")
+    live_bytes = sum(root.size for root in roots.values() if root.role != "allocation")
     live: set[str] = set()
-    yield 0.0, held
+    yield 0.0, live_bytes
     for task in sorted(tasks, key=lambda task: task.start):
         i = task.operation.instruction
         for access in task.operation.accesses if tree.names(i, "allocate", "free") else ():
             name, begins = access.region.root, bool(tree.names(i, "allocate"))
             if begins != (name in live):
-                held += roots[name].size if begins else -roots[name].size
+                live_bytes += roots[name].size if begins else -roots[name].size
                 live ^= {name}
-                yield 1e6 * task.start, held
+                yield 1e6 * task.start, live_bytes
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
     """Returns the events of tasks whose times are known. Tasks that neither work nor wait for a signal are omitted."""
     shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
-    behind = _Behind(numbers)
-    met: dict[Gathering, tuple[int, ...]] = {}
-    for gathering in (gathering for task in shown for gathering in task.meets):
-        if gathering not in met:
-            met[gathering] = tuple(numbers[other] for other in gathering.tasks if other in numbers)
-    events = tuple(_event(task, behind.of(task), _joined([met[gathering] for gathering in task.meets])) for task in shown)
+    predecessors = _Predecessors(numbers)
+    numbers_of: dict[Rendezvous, tuple[int, ...]] = {}
+    for rendezvous in (rendezvous for task in shown for rendezvous in task.meets):
+        if rendezvous not in numbers_of:
+            numbers_of[rendezvous] = tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
+    events = tuple(_event(task, predecessors.of(task), _joined([numbers_of[rendezvous] for rendezvous in task.meets])) for task in shown)
     streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
     used = {event.stream for event in events}
     shown_streams = tuple(stream for stream in streams if stream in used)
@@ -71,7 +71,7 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
-class _Behind:
+class _Predecessors:
     """Indices of the events that a task waits for. Tasks that are not shown are replaced by the tasks that they wait for."""
 
     def __init__(self, numbers: dict[SimulatedTask, int]):

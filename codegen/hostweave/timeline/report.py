@@ -16,7 +16,7 @@ from hostweave.base.paths import TEMPLATES
 from hostweave.base.signatures import checked
 from hostweave.timeline.events import WAITING, Event, Timeline
 from hostweave.timeline.graph import Change, OpGraph
-from hostweave.timeline.picture import MOST_RANKS, Picture
+from hostweave.timeline.picture import MAX_SHOWN_RANKS, Picture
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Report:
 
     def _data(self) -> Mapping[str, Any]:
         """Data of the events, which the page shows for the event under the mouse."""
-        ranks = set(self.predicted.ranks[:MOST_RANKS])
+        ranks = set(self.predicted.ranks[:MAX_SHOWN_RANKS])
         return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 
 from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation
-from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
+from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_COPIES, MATMUL_SLOWDOWN_BY_KERNELS, communication_slowdown
 from hostweave.host_ir import tree
 from hostweave.host_ir.ir import Kernel
-from hostweave.timeline.cost import FIRST, Work, with_kernel, work_behind
+from hostweave.timeline.cost import FIRST_ARRIVAL, Work, with_kernel, work_behind
 from hostweave.timeline.events import COMMUNICATION
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
 
 @dataclass(slots=True, eq=False)
-class Gathering:
+class Rendezvous:
     """Tasks of several ranks that must all have started before a communication of one of them proceeds."""
 
     tasks: list[SimulatedTask]
@@ -39,37 +39,37 @@ class SimulatedTask:
     operation: Operation
     work: Work
     after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
-    followers: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Gathering] = field(default_factory=list)  # gatherings that must be complete before its work begins
-    completes: list[Gathering] = field(default_factory=list)  # gatherings that wait for its start
-    blocked: int = 0
-    expected: int = 0
+    end_needed_by: list[SimulatedTask] = field(default_factory=list)
+    meets: list[Rendezvous] = field(default_factory=list)  # must be complete before its work begins
+    completes: list[Rendezvous] = field(default_factory=list)  # wait for its start
+    missing_ends: int = 0
+    missing_starts: int = 0
     start: float = -1.0
     end: float = -1.0
-    left: float = 0.0  # remaining work, in seconds if it ran alone
+    remaining: float = 0.0  # remaining work, in seconds if it ran alone
     rate: float = 0.0  # seconds of work done per second
-    since: float = 0.0  # time at which `left` was computed
+    since: float = 0.0  # time at which `remaining` was computed
 
     @property
     def is_done(self) -> bool:
         return self.end >= 0
 
 
-def tasks_of(instances: Instances, met: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
+def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
     """Returns the tasks of every rank in the order of issue, with their dependencies."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
     ranks = []
     for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
         ranks.append(_tasks(operations, machine, kernels, sizes))
     task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
-    for meeting in met:
-        _meet(meeting, task_of)
+    for matched in matches:
+        _add_match(matched, task_of)
     return ranks
 
 
-def play(ranks: list[list[SimulatedTask]]) -> None:
+def simulate(ranks: list[list[SimulatedTask]]) -> None:
     """Computes the start and end of all tasks, in seconds."""
-    _Machine(ranks).run()
+    _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
         if task.operation.instruction.posts == "wait_signal":  # the wait starts when its stream reaches it
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
@@ -88,7 +88,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
         for name in tree.names(operation.instruction, "launch"):
             work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # a user kernel is not in `kernels`
         if work.kind == COMMUNICATION and not has_met:
-            late = 0.0 if any(engine.values()) else FIRST
+            late = 0.0 if any(engine.values()) else FIRST_ARRIVAL
             work, has_met = replace(work, seconds=work.seconds + late), True
         task = found[operation] = SimulatedTask(operation, work)
         before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
@@ -104,30 +104,30 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
 
 def _after(task: SimulatedTask, earlier: SimulatedTask) -> None:
     task.after.append(earlier)
-    earlier.followers.append(task)
-    task.blocked += 1
+    earlier.end_needed_by.append(task)
+    task.missing_ends += 1
 
 
-def _meet(meeting: MatchedCommunications, task_of: dict[Operation, SimulatedTask]) -> None:
-    tasks = [task_of[part] for part in meeting.parts]
-    if meeting.is_signal:
+def _add_match(matched: MatchedCommunications, task_of: dict[Operation, SimulatedTask]) -> None:
+    tasks = [task_of[part] for part in matched.parts]
+    if matched.is_signal:
         _after(tasks[1], tasks[0])
         return
     awaited: tuple[Operation, ...] = ()
-    gathering: Gathering | None = None
-    for part, task in zip(meeting.parts, tasks, strict=True):
-        if gathering is None or meeting.awaited(part) is not awaited:  # tasks that wait for the same operations share one object
-            awaited = meeting.awaited(part)
+    rendezvous: Rendezvous | None = None
+    for part, task in zip(matched.parts, tasks, strict=True):
+        if rendezvous is None or matched.awaited(part) is not awaited:  # tasks that wait for the same operations share one object
+            awaited = matched.awaited(part)
             others = list(dict.fromkeys(task_of[other] for other in awaited))
-            gathering = Gathering(others, [], len(others))
+            rendezvous = Rendezvous(others, [], len(others))
             for other in others:
-                other.completes.append(gathering)
-        gathering.awaited_by.append(task)
-        task.meets.append(gathering)
-        task.expected += bool(gathering.tasks)
+                other.completes.append(rendezvous)
+        rendezvous.awaited_by.append(task)
+        task.meets.append(rendezvous)
+        task.missing_starts += bool(rendezvous.tasks)
 
 
-class _Machine:
+class _Simulator:
     """The simulated clock, and the running tasks of every rank."""
 
     def __init__(self, ranks: list[list[SimulatedTask]]):
@@ -138,13 +138,13 @@ class _Machine:
         self.pushed = 0
 
     def run(self) -> None:
-        self.start([task for tasks in self.ranks for task in tasks if not task.blocked])
+        self.start([task for tasks in self.ranks for task in tasks if not task.missing_ends])
         while self.ends:
             end, _, task, rate = heapq.heappop(self.ends)
             if task.is_done or task.rate != rate or end < task.since:
                 continue
-            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # the rate of the task has decreased since
-                self.push(expected, task)
+            if (new_end := task.since + task.remaining / task.rate) > end + 1e-15:  # the rate of the task has decreased since
+                self.push(new_end, task)
                 continue
             self.now = end
             self.finish(task)
@@ -154,15 +154,15 @@ class _Machine:
         while ready:
             task = ready.pop()
             task.start = self.now
-            begins = [task] if not task.expected else []
-            for gathering in task.completes:
-                gathering.missing -= 1
-                for other in gathering.awaited_by if not gathering.missing else ():
-                    other.expected -= 1
-                    begins += [other] if other.start >= 0 and not other.expected else []
-            for each in begins:
-                each.left, each.since = each.work.seconds, self.now
-                if each.left <= 0:
+            to_begin = [task] if not task.missing_starts else []
+            for rendezvous in task.completes:
+                rendezvous.missing -= 1
+                for other in rendezvous.awaited_by if not rendezvous.missing else ():
+                    other.missing_starts -= 1
+                    to_begin += [other] if other.start >= 0 and not other.missing_starts else []
+            for each in to_begin:
+                each.remaining, each.since = each.work.seconds, self.now
+                if each.remaining <= 0:
                     ready += self.done(each)
                 else:
                     self.running[each.operation.rank].append(each)
@@ -178,29 +178,29 @@ class _Machine:
     def done(self, task: SimulatedTask) -> list[SimulatedTask]:
         """Ends a task. Returns the tasks that may start now."""
         task.end = self.now
-        for follower in task.followers:
-            follower.blocked -= 1
-        return [follower for follower in task.followers if not follower.blocked and follower.start < 0]
+        for follower in task.end_needed_by:
+            follower.missing_ends -= 1
+        return [follower for follower in task.end_needed_by if not follower.missing_ends and follower.start < 0]
 
     def share(self, rank: int) -> None:
         """Sets the rates of a rank's running tasks."""
         running = self.running[rank]
         on = {engine: [t for t in running if t.work.engine == engine] for engine in ("multiprocessors", "kernels", "copies")}
-        filled = max(1.0, sum(t.work.share for t in on["multiprocessors"]))
-        beside = max(BESIDE_KERNELS if on["kernels"] else 1.0, BESIDE_COPIES if on["copies"] else 1.0)
+        occupancy = max(1.0, sum(t.work.share for t in on["multiprocessors"]))
+        slowdown = max(MATMUL_SLOWDOWN_BY_KERNELS if on["kernels"] else 1.0, MATMUL_SLOWDOWN_BY_COPIES if on["copies"] else 1.0)
         for task in running:
             rate = 1.0
             if task.work.engine == "multiprocessors":
-                rate = 1 / (filled * (1 + (beside - 1) * task.work.share))  # no slowdown if it leaves multiprocessors free
+                rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # no slowdown if it leaves multiprocessors free
             elif task.work.engine == "kernels":
-                slower = kernels_beside(max(map(_ranks, (task.operation, *task.operation.members)))) if on["multiprocessors"] else 1.0
-                rate = 1 / (len(on["kernels"]) * slower)
+                ranks = max(map(_ranks, (task.operation, *task.operation.members)))
+                rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))
             elif task.work.engine == "copies":
                 rate = 1 / len(on["copies"])
             if rate != task.rate:
-                task.left -= (self.now - task.since) * task.rate
+                task.remaining -= (self.now - task.since) * task.rate
                 task.since, task.rate = self.now, rate
-                self.push(self.now + max(task.left, 0.0) / rate, task)
+                self.push(self.now + max(task.remaining, 0.0) / rate, task)
 
     def push(self, end: float, task: SimulatedTask) -> None:
         self.pushed += 1

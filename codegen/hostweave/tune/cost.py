@@ -35,12 +35,12 @@ SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split
 # transpose its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
-SATURATES = 0.85  # fraction of the multiprocessors that have to read to reach the full memory bandwidth
-READS = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
-MOST_WEIGHTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
-EXCHANGE = 5.5e-6  # seconds until a kernel has received the first terms of its peers
-PACKETS = 190e9  # bytes per second that such a kernel sends; half of them are payload
-ATTENTION = 0.74  # fraction of the tensor cores' peak that 16-bit attention reaches; Hostweave's kernels take about 32 times as long
+SATURATING_SHARE = 0.85  # fraction of the multiprocessors that have to read to reach the full memory bandwidth
+MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
+MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
+EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
+PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
+ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that 16-bit attention reaches; Hostweave's kernels take about 32 times as long
 ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
 
 
@@ -84,7 +84,7 @@ class Product:
     @property
     def is_of_few_rows(self) -> bool:
         """True if Hostweave's kernel for matmuls with few rows computes it."""
-        few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MOST_WEIGHTS
+        few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MAX_WEIGHT_ELEMENTS
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
     def _fastest(self, machine: Machine) -> tuple[float, float, float]:
@@ -94,7 +94,7 @@ class Product:
     def _moved(self, machine: Machine) -> float:
         """Seconds to read the operands and write the result."""
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else READS))
+        return self.count * elements * self.dtype.itemsize / (machine.memory * (1.0 if self.is_of_few_rows else MATMUL_READ_BANDWIDTH))
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """Returns one of `chunks` equal parts of the matmul, split along the rows or the columns."""
@@ -113,7 +113,7 @@ class Product:
         computed = waves * (work + machine.wave * sqrt(m * n / (128 * 256)))
         if self.is_of_few_rows:
             return max(computed + added, self._moved(machine)), blocks, computed + added
-        reads = self._moved(machine) * max(1.0, SATURATES * machine.multiprocessors / blocks)
+        reads = self._moved(machine) * max(1.0, SATURATING_SHARE * machine.multiprocessors / blocks)
         return max(computed, reads) + added, blocks, computed
 
 
@@ -144,7 +144,7 @@ def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], i
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionWork:
     """Attention on one rank. With a causal mask, the rows are the last rows of the sequence."""
 
     heads: float
@@ -153,7 +153,7 @@ class Attended:
     width: float  # elements in a row of keys plus a row of values
     is_causal: bool
     is_balanced: bool = False  # zigzag order: each block of keys is half masked, and gathered keys need two calls
-    speed: float = ATTENTION
+    speed: float = ATTENTION_PEAK
     products: float = 2.0  # number of matmuls of the size of the score matrix; gradients have more
 
     def seconds(self, machine: Machine) -> float:
@@ -167,14 +167,14 @@ class Attended:
         longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
-    def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
+    def chunk(self, chunks: int, rows: bool, is_own: bool) -> AttentionWork:
         """Returns the attention to one block of the columns. Only the rank's own block has a causal mask. In zigzag order, half of any
         other block is masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
-def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
+def attention_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> AttentionWork:
     """Returns the local attention that an op computes on one rank. Each of the three gradients counts as a third of the backward pass."""
     types = [fusion.types[name] for name in op.tensors[:3]]
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
@@ -182,7 +182,7 @@ def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
     columns = min(op[WINDOW], k[-2]) if op[WINDOW] else k[-2]
     is_causal = bool(op[CAUSAL]) and not op[WINDOW]
     is_balanced = is_causal and isinstance(types[0].dims[-2].axes, Zigzag)
-    return Attended(prod(q[:-2]), q[-2], columns, q[-1] + v[-1], is_causal, is_balanced, ATTENTION / by, products)
+    return AttentionWork(prod(q[:-2]), q[-2], columns, q[-1] + v[-1], is_causal, is_balanced, ATTENTION_PEAK / by, products)
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
@@ -228,7 +228,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         if OPS[op.kind].is_product:
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
-            return max(attended_of(op, fusion, sizes).seconds(machine), machine.launch + sum(moved) / machine.memory)
+            return max(attention_of(op, fusion, sizes).seconds(machine), machine.launch + sum(moved) / machine.memory)
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
@@ -242,7 +242,7 @@ def _ranks(op: Op, mesh: Mesh) -> int:
 
 def in_kernel(ranks: int, size: float) -> float:
     """Seconds of an all_reduce of `size` bytes inside the kernel that consumes it. Each rank sends its term to every other rank."""
-    return EXCHANGE + 2 * size * (ranks - 1) / PACKETS
+    return EXCHANGE_SECONDS + 2 * size * (ranks - 1) / PACKET_BANDWIDTH
 
 
 def most_in_kernel(machine: Machine, ranks: int) -> int:

@@ -14,7 +14,7 @@ from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel, seconds
-from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, gain_wanted, hidden_beside
+from hostweave.tune.overlaps import HIDDEN_SECONDS, Candidate, candidates, hidden_beside, min_gain
 from hostweave.types.tensor import TensorType, f32
 
 
@@ -27,8 +27,8 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
     for body in (*fusion.functions, fusion):
         chosen = {choice.value: choice for choice in host.choices if choice.function == body.name}
-        found = [f"  {line}" for line in _lines(body, chosen, options, in_kernels)]
-        lines += [f"@{body.name}", *found] if found else []
+        lines_of_body = [f"  {line}" for line in _lines(body, chosen, options, in_kernels)]
+        lines += [f"@{body.name}", *lines_of_body] if lines_of_body else []
     return "\n".join(lines) + "\n"
 
 
@@ -53,12 +53,12 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     for choice in chosen.values():
         if choice.value not in types:
             yield f"%{choice.value} of keys in zigzag order, and the same of their values: in sequence{times_of(choice)}"
-    for place, op in enumerate(body.ops):
+    for position, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
             yield f"%{name} = all_gather of %{op.tensors[0]}: like %{with_keys[name]}, with which it would share a loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
-            how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, place, times))
+            how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, position, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
                 how = f"up to {most} bytes in the kernel that consumes it, which exchanges the terms; above that, {how}"
@@ -85,10 +85,10 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
     return f"cuBLASLt multiplies 8-bit floats only if K and N, of a rank and of a chunk, are multiples of {STEP}; pad them"
 
 
-def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
+def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
     """Says how much of a communication other ops could hide, if that is too little for a separate stream. Otherwise ""."""
-    could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
-    if body.ops[place].result.is_async or could >= HIDDEN_SECONDS:
+    could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
+    if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""
     return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, but at least {1e6 * HIDDEN_SECONDS:.0f} us are needed"
 
@@ -96,12 +96,12 @@ def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
 def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
     alone = "overlapped with other ops on a separate stream" if op.result.is_async else "in sequence"
     if choice:
-        taken = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
+        chosen_way = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
         if op.result.is_async and choice.taken.chunks:
-            apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
+            by_shards = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
             by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
-            taken = f"overlapped with other ops on a separate stream by {by}{apart}"
-        return f"{taken}{times_of(choice)}"
+            chosen_way = f"overlapped with other ops on a separate stream by {by}{by_shards}"
+        return f"{chosen_way}{times_of(choice)}"
     if loop and (algorithm := op.result.walked.algorithm):
         return f"{_loop(Way(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as the program states"
     return f"{alone}: {_why_not(loop, candidate, options, hidden)}"
@@ -121,7 +121,7 @@ def times_of(choice: Choice) -> str:
 
 def _too_little(choice: Choice, gain: float) -> str:
     """Reason why a faster alternative was not chosen: it gains too little, or the user requested another one."""
-    is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
+    is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.taken.micros))
     return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
 
 
@@ -139,6 +139,6 @@ def _why_not(loop: ChunkLoop | None, candidate: Candidate | None, options: Optio
         of_keys = "no attention with a causal mask or without a mask reads it as keys"
         return f"no adjacent matmul gathers or reduces along its outermost dim and is its first consumer, and {of_keys}{hidden}"
     if candidate.unknown:
-        stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
-        return f"sizes are unknown; state them to allow a chunk loop: hw.Options(sizes={{{stated}}})"
+        text_of_sizes = ", ".join(f'"{name}": ...' for name in candidate.unknown)
+        return f"sizes are unknown; state them to allow a chunk loop: hw.Options(sizes={{{text_of_sizes}}})"
     return f"its matmul is in the loop of another communication{hidden}"

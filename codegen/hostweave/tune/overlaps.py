@@ -20,13 +20,13 @@ from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS
-from hostweave.tune.cost import Attended, Product, around_attention, attended_of, cost_by_shards, cost_of_copies, product_of, seconds
+from hostweave.tune.cost import AttentionWork, Product, around_attention, attention_of, cost_by_shards, cost_of_copies, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
-MARGIN = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
-LEAST_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
+MAX_TIME_RATIO = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
+MIN_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
 HIDDEN_SECONDS = 10e-6  # minimum time to hide outside of loops, in seconds: a fork and a wait cost less
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
@@ -73,7 +73,7 @@ class _Finder:
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
         self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
         self.types = fusion.types
-        self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
+        self.position = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.is_on_all_ranks = all(type.mesh is None for type in self.types.values())
         self.keys = {keys.keys.result.name: keys for keys in gathered_keys(fusion)}
 
@@ -83,7 +83,7 @@ class _Finder:
         if op.result.type.mesh or ranks < 2 or step.reduction not in ("", "sum"):
             return None
         keys = self.keys.get(op.result.name)
-        matmuls, dim = self.beside(op, keys)
+        matmuls, dim = self.matmuls_in_loop(op, keys)
         if not matmuls:
             return None
         types = [self.types[name] for matmul in matmuls for name in (*matmul.tensors, matmul.result.name)]
@@ -96,7 +96,7 @@ class _Finder:
 
     # --- ops in the loop of a reshard ---
 
-    def beside(self, op: Op, keys: GatheredKeys | None) -> tuple[tuple[Op, ...], int]:
+    def matmuls_in_loop(self, op: Op, keys: GatheredKeys | None) -> tuple[tuple[Op, ...], int]:
         if keys:
             return (keys.attention,), keys.dim
         return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
@@ -122,8 +122,8 @@ class _Finder:
         indices, number = index_map(user, operand_types(user, self.types)), user.operands.index(op.result.name)
         dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == dim]
         is_rows = number < 2 and dims == [dim] and self.is_outermost(user, dim) and indices.operand_dim(1 - number, dim) is None
-        others = (self.place.get(name, -1) for name in user.tensors if name != op.result.name)
-        return is_rows and all(place < (self.place[first.result.name] if first else 0) for place in others)
+        others = (self.position.get(name, -1) for name in user.tensors if name != op.result.name)
+        return is_rows and all(position < (self.position[first.result.name] if first else 0) for position in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
@@ -177,16 +177,18 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
         return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
 
     size = sum(map(bytes_of, candidate.reshards))
-    products: tuple[Product | Attended, ...] = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls if not keys)
-    around = 0.0, 0.0
+    products: tuple[Product | AttentionWork, ...] = tuple(
+        product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls if not keys
+    )
+    extra_seconds = 0.0, 0.0
     if keys:
-        products = (attended_of(keys.attention, fusion, sizes),)
-        around = around_attention(machine, candidate.ranks, size, bytes_of(keys.attention))
+        products = (attention_of(keys.attention, fusion, sizes),)
+        extra_seconds = around_attention(machine, candidate.ranks, size, bytes_of(keys.attention))
     is_made = keys is not None or _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
-    beside, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
-    goes_on = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
-    overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, beside, goes_on, around)
+    overlapped, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
+    consumer_sums = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
+    overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, overlapped, consumer_sums, extra_seconds)
     found = [Way(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
     if op.kind == "all_gather" and not keys and _may_copy(options, candidate.is_even):
         by = "get" if is_made else "put"
@@ -208,7 +210,7 @@ def _may_copy(options: Options, is_even: bool) -> bool:
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
-def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
+def ways_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Way, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
     A collective is always possible. Copy engines are possible if ranks can access each other's memory. They put operands that are not in
@@ -224,17 +226,17 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
     bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
     by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
     kernels, copies = (
-        by_collective(machine, op.kind, ranks, bytes_of, is_beside),
-        by_copies(machine, op.kind, by, ranks, bytes_of, is_beside),
+        by_collective(machine, op.kind, ranks, bytes_of, overlaps),
+        by_copies(machine, op.kind, by, ranks, bytes_of, overlaps),
     )
     own = laid_out = 0.0
-    apart = list[Way]()
+    by_shards = list[Way]()
     if product := _shards_product(op, fusion, sizes, ranks):
         own, laid_out = cost_of_copies(machine, ranks, bytes_of, all(size == Size() for size in op.result.type.shape[: step_of(op).dim]))
-        longer = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
-        apart = [Way(by, ranks, _micros(copies + longer)) if reaches else Way(op.kind, ranks, _micros(kernels + longer))]
-    at_once = [Way(by, 1, _micros(copies + own + laid_out))] if reaches else []
-    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(kernels + laid_out)), *at_once, *apart), key=lambda way: way.micros))
+        extra = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
+        by_shards = [Way(by, ranks, _micros(copies + extra)) if reaches else Way(op.kind, ranks, _micros(kernels + extra))]
+    whole_tensor = [Way(by, 1, _micros(copies + own + laid_out))] if reaches else []
+    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(kernels + laid_out)), *whole_tensor, *by_shards), key=lambda way: way.micros))
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
@@ -261,25 +263,25 @@ def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int
     return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
 
 
-def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:
+def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], requested: Mapping[str, str]) -> Choice:
     """Chooses the alternative that the user stated for a reshard. Otherwise chooses the fastest one if it gains enough over sequential
     execution.
 
     Raises ProgramError if the stated alternative is not possible.
     """
     choice = Choice(reshard.result.name, fusion.name, possible)
-    in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
-    is_worth = in_sequence.micros - possible[0].micros >= gain_wanted(in_sequence.micros)
-    wanted = stated.get(choice.name, (possible[0] if is_worth else in_sequence).name)
-    if wanted not in (names := [way.name for way in possible]):
-        raise ProgramError(f"Options: ways: {choice.name}: {wanted} is not possible; use one of {', '.join(names)}", reshard.location)
-    taken = possible[names.index(wanted)]
-    return Choice(choice.value, choice.function, (taken, *(way for way in possible if way != taken)))
+    sequential = next(way for way in possible if way.algorithm == IN_SEQUENCE)
+    gains_enough = sequential.micros - possible[0].micros >= min_gain(sequential.micros)
+    name_chosen = requested.get(choice.name, (possible[0] if gains_enough else sequential).name)
+    if name_chosen not in (names := [way.name for way in possible]):
+        raise ProgramError(f"Options: ways: {choice.name}: {name_chosen} is not possible; use one of {', '.join(names)}", reshard.location)
+    chosen_way = possible[names.index(name_chosen)]
+    return Choice(choice.value, choice.function, (chosen_way, *(way for way in possible if way != chosen_way)))
 
 
-def gain_wanted(in_sequence: float) -> float:
+def min_gain(sequential: float) -> float:
     """Minimum gain in microseconds over sequential execution for an alternative to be chosen."""
-    return max(LEAST_GAIN_MICROS, (1 - MARGIN) * in_sequence)
+    return max(MIN_GAIN_MICROS, (1 - MAX_TIME_RATIO) * sequential)
 
 
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
@@ -296,10 +298,10 @@ def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Mach
     consumer."""
     times, results = seconds(fusion, sizes, machine, tf32), {reshard.result.name}
     ops = filled(fusion.ops, times)
-    place = ops.index(reshard)
-    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(ops[:place])))
+    position = ops.index(reshard)
+    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(ops[:position])))
     after = []
-    for op in ops[place + 1 :]:
+    for op in ops[position + 1 :]:
         if not results.isdisjoint(op.tensors):
             if not OPS[op.kind].is_view:
                 break
@@ -322,24 +324,24 @@ def _micros(seconds: float) -> float:
 # --- outside of loops -------------------------------------------------------------------------------------------------
 
 
-def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> tuple[int, float]:
-    """Returns the earliest position for the communication at `place`, and how many of its seconds other ops hide if it starts there."""
-    earlier, name = _earliest(ops, place, times), ops[place].result.name
-    beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
-    return earlier, min(beside, times[name] + _in_flight(ops, place, times))
+def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> tuple[int, float]:
+    """Returns the earliest position for the communication at `position`, and how many of its seconds other ops hide if it starts there."""
+    earlier, name = _earliest(ops, position, times), ops[position].result.name
+    overlapped = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, position)] if not communicates(other))
+    return earlier, min(overlapped, times[name] + _in_flight(ops, position, times))
 
 
-def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
-    """Earliest position to which the op at `place` should move so that the ops that it passes hide it. Never later than `place`.
+def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
+    """Earliest position to which the op at `position` should move so that the ops that it passes hide it. Never later than `position`.
 
     The op stays behind the kernel that produces its operand. Pointwise ops that read this operand are part of that kernel.
     """
-    op, best, passed = ops[place], place, 0.0
+    op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
-    for other in ops[:place]:
+    for other in ops[:position]:
         if OPS[other.kind].cpp and not other.result.stream and not kernel.isdisjoint(other.tensors):
             kernel.add(other.result.name)
-    for at in range(place - 1, -1, -1):
+    for at in range(position - 1, -1, -1):
         other = ops[at]
         if passed >= times[op.result.name] or other.result.name in kernel or communicates(other):
             break
@@ -350,17 +352,17 @@ def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
     return best
 
 
-def _in_flight(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `place`. The communication at `place` has to wait for them in any
+def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
+    """Seconds of earlier communications that are still in flight at `position`. The communication at `position` has to wait for them in any
     case."""
-    flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
-    return sum(times[ops[at].result.name] for at in flying)
+    in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
+    return sum(times[ops[at].result.name] for at in in_flight)
 
 
-def _first_use(ops: Sequence[Op], place: int) -> int:
-    """Position of the first op that reads the result of the op at `place`, directly or through a view."""
-    views = {ops[place].result.name}
-    for at in range(place + 1, len(ops)):
+def _first_use(ops: Sequence[Op], position: int) -> int:
+    """Position of the first op that reads the result of the op at `position`, directly or through a view."""
+    views = {ops[position].result.name}
+    for at in range(position + 1, len(ops)):
         if not views.isdisjoint(ops[at].tensors):
             if not OPS[ops[at].kind].is_view:
                 return at

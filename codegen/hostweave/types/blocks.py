@@ -122,14 +122,15 @@ class Transfer:
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
         """True if every rank of the target's mesh gets each of its blocks exactly once, from a rank that holds the block."""
-        old, wanted = source.mesh_in(program), _wanted(source, target, program)
+        old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
             tuple(zip_longest(self.sent, self.received)) == cuts
-            and len(self.routes) == len(wanted)
-            and {(route.receiver, route.received) for route in self.routes} == wanted.keys()
+            and len(self.routes) == len(sources)
+            and {(route.receiver, route.received) for route in self.routes} == sources.keys()
             and all(
-                route.sender in old.all_ranks and wanted[route.receiver, route.received] == (_place(source, old, route.sender), route.sent)
+                route.sender in old.all_ranks
+                and sources[route.receiver, route.received] == (_shard_position(source, old, route.sender), route.sent)
                 for route in self.routes
             )
         )
@@ -137,34 +138,34 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """A dim that is split over `have` ranks before a transfer, and over `want` ranks after it."""
+    """A dim that is split over `source_shards` ranks before a transfer, and over `target_shards` ranks after it."""
 
     size: Size
-    have: int
-    want: int
+    source_shards: int
+    target_shards: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
         """True if blocks may differ in size. `uneven` contains the symbols whose sizes may not divide evenly."""
-        return self.is_crossed or (self.have != self.want and self.size.is_uneven(self.ranks, uneven))
+        return self.is_crossed or (self.source_shards != self.target_shards and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
         """True if any source shard may overlap any target shard, because both shard counts may divide the dim unevenly."""
-        return 1 < self.have != self.want > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
+        return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
         """Least common multiple of the two shard counts: with this many equal blocks, each shard on either side is a whole number of
         blocks."""
-        return lcm(self.have, self.want)
+        return lcm(self.source_shards, self.target_shards)
 
     @property
     def sent(self) -> int:
-        return self.want if self.is_crossed else self.ranks // self.have
+        return self.target_shards if self.is_crossed else self.ranks // self.source_shards
 
     @property
     def received(self) -> int:
-        return self.have if self.is_crossed else self.ranks // self.want
+        return self.source_shards if self.is_crossed else self.ranks // self.target_shards
 
     def source(self, target: int, number: int) -> tuple[int, int]:
         """Source shard, and block index in that shard, of block `number` of target shard `target`."""
@@ -174,7 +175,7 @@ class SharedDim:
 def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[SharedDim, ...]:
     old, new = source.mesh_in(program), target.mesh_in(program)
     dims = zip(source.dims, target.dims, strict=True)
-    return tuple(SharedDim(dim.size, old.size_of(dim.axes), new.size_of(wanted.axes)) for dim, wanted in dims)
+    return tuple(SharedDim(dim.size, old.size_of(dim.axes), new.size_of(target_dim.axes)) for dim, target_dim in dims)
 
 
 @lru_cache(maxsize=4096)
@@ -183,33 +184,33 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
-        holders.setdefault(_place(source, old, rank), []).append(rank)
-    turns: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
+        holders.setdefault(_shard_position(source, old, rank), []).append(rank)
+    replica_of: dict[int, int] = {}  # rank -> its index among the ranks that hold the same shard
     copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> number of ranks found there so far, minus 1
     for rank in new.all_ranks:
-        place = _place(target, new, rank)
-        turns[rank] = copies[place] = copies.get(place, -1) + 1
+        place = _shard_position(target, new, rank)
+        replica_of[rank] = copies[place] = copies.get(place, -1) + 1
     routes = []
-    for (rank, received), (place, sent) in _wanted(source, target, program).items():
+    for (rank, received), (place, sent) in _block_sources(source, target, program).items():
         holding = holders[place]
-        routes.append(Route(rank if rank in holding else holding[turns[rank] % len(holding)], sent, rank, received))
+        routes.append(Route(rank if rank in holding else holding[replica_of[rank] % len(holding)], sent, rank, received))
     return Transfer(tuple(dim.sent for dim in dims), tuple(dim.received for dim in dims), tuple(routes))
 
 
-def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
+def _block_sources(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
     """Maps each receiver and its block index to the position of the source shard and the block index in that shard."""
-    new, dims, wanted = target.mesh_in(program), shared_dims(source, target, program), {}
+    new, dims, sources = target.mesh_in(program), shared_dims(source, target, program), {}
     for rank in new.all_ranks:
-        place = _place(target, new, rank)
+        place = _shard_position(target, new, rank)
         for received, cut in enumerate(product(*(range(dim.received) for dim in dims))):
             found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
             sent = 0  # block index in row-major order
             for dim, (_, number) in zip(dims, found, strict=True):
                 sent = sent * dim.sent + number
-            wanted[rank, received] = tuple(at for at, _ in found), sent
-    return wanted
+            sources[rank, received] = tuple(at for at, _ in found), sent
+    return sources
 
 
-def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
+def _shard_position(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Position of a rank's shard along each dim."""
     return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)

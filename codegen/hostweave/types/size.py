@@ -142,8 +142,8 @@ class Size:
         """Replaces factors by sizes."""
         if not any(factor in values for factor in self.factors):
             return self
-        kept = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
-        return product((kept, *(values[factor] for factor in self.factors if factor in values)))
+        remaining = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
+        return product((remaining, *(values[factor] for factor in self.factors if factor in values)))
 
     def __str__(self) -> str:
         factors = ([str(self.coefficient)] if self.coefficient != 1 or not self.factors else []) + list(map(str, self.factors))
@@ -279,12 +279,12 @@ def summed(sizes: Iterable[Size]) -> Size:
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
-    left = {factors: total for factors, total in totals.items() if total}
-    if len(left) <= 1:
-        return next((Size(total.numerator, factors, total.denominator) for factors, total in left.items()), Size(0))
-    fractions = [total.denominator for total in left.values() if total.denominator > 1]
+    nonzero = {factors: total for factors, total in totals.items() if total}
+    if len(nonzero) <= 1:
+        return next((Size(total.numerator, factors, total.denominator) for factors, total in nonzero.items()), Size(0))
+    fractions = [total.denominator for total in nonzero.values() if total.denominator > 1]
     divisor = lcm(*fractions) if len(fractions) > 1 else 1  # (M - 1)/2 may be an integer although M/2 is not
-    scaled = {factors: total * divisor for factors, total in left.items()}
+    scaled = {factors: total * divisor for factors, total in nonzero.items()}
     products = [Size(total.numerator, factors, total.denominator) for factors, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.factors, tuple(map(str, term.factors))))
     return Size(1, (Sum(tuple(products)),), divisor)

@@ -160,9 +160,9 @@ class TensorType:
         """The same type on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
             raise ProgramError.here(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])")
-        placed = replace(self, mesh=mesh)
-        placed.check(Location.of_caller(), mesh)
-        return placed
+        on_mesh = replace(self, mesh=mesh)
+        on_mesh.check(Location.of_caller(), mesh)
+        return on_mesh
 
     def mesh_in(self, program: Mesh) -> Mesh:
         """The mesh whose ranks hold the tensor, in a program on mesh `program`."""
@@ -227,9 +227,9 @@ class TensorType:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
             raise ProgramError(f"{self}: has more than 2**63 - 1 elements; reduce its sizes", location)
-        twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
-        if twice is not None:
-            raise ProgramError(f"{self}: mesh axis {twice} is used twice; each axis can split one dim", location)
+        repeated = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
+        if repeated is not None:
+            raise ProgramError(f"{self}: mesh axis {repeated} is used twice; each axis can split one dim", location)
         if mesh is None:
             return
         if self.mesh is not None and self.mesh is not mesh:

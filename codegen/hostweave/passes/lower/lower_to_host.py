@@ -109,7 +109,7 @@ class _Lowering:
 
     def streams_of(self, loop: ChunkLoop) -> int:
         count, op = loop.steps, loop.communication
-        stated = find_schedule(op.kind, op.result.walked.algorithm or "").most_streams if op else None
+        stated = find_schedule(op.kind, op.result.walked.algorithm or "").max_streams if op else None
         most = stated or self.options.streams
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
