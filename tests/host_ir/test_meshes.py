@@ -94,7 +94,7 @@ def test_shards_of_a_mesh_of_some_ranks() -> None:
     assert [spec.block((5, 2), rank, LINE) for rank in (3, 1)] == [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(0, 2))]
     for shape, rank, message in (
         ((4, 2), 0, "block: rank 0 has nothing of"),
-        ((4, 3), 1, "block: array: dim 1 is 3; 2 is wanted"),
+        ((4, 3), 1, "block: array: dim 1 is 3; it must be 2"),
         ((4,), 1, r"an array of 1 dims is not a f32\[M@x, 2\]"),
     ):
         with pytest.raises(ArgumentError, match=message):

@@ -251,7 +251,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     for changed, message in (
         ({**tensors, f"{name}.bias": torch.zeros(128)}, rf"the model has no tensor {name}.bias, of 1 such; give a plain Llama"),
         ({key: tensors[key] for key in tensors if key != f"{name}.weight"}, rf"there is no tensor {name}.weight, of 1 that the model has"),
-        ({**tensors, f"{name}.weight": torch.zeros(127, 64)}, rf"{name}.weight: .*dim 0 is 127; 128 is wanted"),
+        ({**tensors, f"{name}.weight": torch.zeros(127, 64)}, rf"{name}.weight: .*dim 0 is 127; it must be 128"),
     ):
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=message):

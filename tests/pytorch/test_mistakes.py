@@ -158,7 +158,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; use the same ones"),
     "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile; compile it again"),
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
-    "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted.*; or compile for sizes that change, with dynamic_shapes=$"),
+    "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; it must be 4.*; or compile for sizes that change, with dynamic_shapes=$"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
     "captured without a group": (
         lambda c: c.capture(X, 2.0),

@@ -209,7 +209,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "evaluated": (evaluated, r"Layer: the mode has changed from train\(\); compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
-    "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted.*; or compile once for each size$"),
+    "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; it must be 4.*; or compile once for each size$"),
     "captured": (lambda call: call.capture(X), r"Layer: capture: in training .*; pass options=hw.Options\(graph="),
     "structure": (lambda call: call(X, 2.0), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
 }

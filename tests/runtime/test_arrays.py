@@ -209,7 +209,7 @@ def test_a_size_that_is_fixed() -> None:
 
     with pytest.raises(ArgumentError) as error:
         hw.compile(fixed).run(x=X)
-    assert str(error.value) == "fixed: x: dim 0 is 8; 4 is wanted"
+    assert str(error.value) == "fixed: x: dim 0 is 8; it must be 4"
 
 
 def test_a_size_that_ranks_cannot_share() -> None:

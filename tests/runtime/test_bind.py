@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "layout": (lambda p: p.bind(w=_torch().eye(8, 12).to_sparse()), r"affine: bind: w: its layout is torch.sparse_coo; call .to_dense\(\)"),
     "grad": (lambda p: p.bind(b=_torch().ones(12, requires_grad=True)), r"affine: bind: b: requires grad, but programs have no gradients"),
     "device": (lambda p: p.bind(b=_torch().ones(12, device="meta")), "affine: bind: b: it is on meta"),
-    "other sizes": (lambda p: p.bind(w=W).run(X[:, :4], B), "affine: w: dim 0 is 8; 4 is wanted|affine: w: K is 8 here and 4 in x"),
+    "other sizes": (lambda p: p.bind(w=W).run(X[:, :4], B), "affine: w: dim 0 is 8; it must be 4|affine: w: K is 8 here and 4 in x"),
 }
 
 

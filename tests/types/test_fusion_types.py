@@ -105,7 +105,7 @@ def test_ranks_are_row_major() -> None:
 def test_blocks_of_a_dim_that_is_a_sum() -> None:
     spec, mesh = TensorType(hw.f32, (Dim.of("N"), Dim.of("(N - 1)@x"))), hw.Mesh(x=2)
     array = np.arange(35.0).reshape(5, 7)
-    with pytest.raises(ArgumentError, match=r"dim 1 is 7; 4 is wanted for \(N - 1\)"):
+    with pytest.raises(ArgumentError, match=r"dim 1 is 7; it must be 4 for \(N - 1\)"):
         spec.shard(array, 0, mesh)
     blocks = [spec.shard(array[:, :4], rank, mesh) for rank in range(2)]
     np.testing.assert_array_equal(blocks[1], array[:, 2:4])

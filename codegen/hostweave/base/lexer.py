@@ -37,7 +37,7 @@ class Lexer:
         self.newlines = [m.start() for m in re.finditer("\n", text)]
         for at, token in enumerate(self.tokens):
             if not token.text.isascii() and not token.text.startswith('"'):
-                self.fail(f"{token.text!r} unexpected character; only strings and comments may have non-ASCII characters", at)
+                self.fail(f"unexpected character {token.text!r}; only strings and comments may have non-ASCII characters", at)
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at

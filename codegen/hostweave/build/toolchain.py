@@ -87,8 +87,8 @@ class Toolchain:
 class Library:
     """A library of the runtime. It exists at `path` after `make` was called. `make` raises BuildError if it fails.
 
-    Each cached library has a unique `soname`. The loader would open a library without a soname again by its path. By its soname it finds
-    the library that `load` has checked and loaded.
+    Each cached library has a unique `soname`, by which the loader finds the copy that `load` has checked and loaded. Without it, the loader
+    would open the file again.
     """
 
     path: Path

@@ -55,9 +55,9 @@ def check(
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
     If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
-    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
-    streams of its rank as one queue in the order of issue, and if signals are not counted. Then it also ends in a CUDA graph, whose
-    branches may be executed as one queue in any order that its edges allow.
+    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end on a device that executes
+    all streams of its rank as one queue, in the order of issue, and that cannot count a second signal before the first is consumed. A CUDA
+    graph may behave like this.
     """
     calls = 2 if program.has_signals else 1
     results = None
@@ -103,8 +103,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of bytes that do not hold the buffer's values, and the write that replaced these values. Reported only if there is
-        # no race, because the error of a race is more specific.
+        # The first read of uninitialised or overwritten bytes, and the write that overwrote them, if any. Reported only if there is no
+        # race, because the error of a race is more specific.
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
@@ -128,8 +128,8 @@ class _Checker:
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.stream_id] < by.number:
-                lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
-                self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
+                reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
+                self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
         for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):  # a task does not read its own writes
             memory = self.memory(part, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
@@ -217,8 +217,8 @@ class _Checker:
                 if (task_access := memory.unfinished_access(clock)) is not None:
                     part, pool, at = task_access.part, task_access.part.stream[0] if task_access.part.stream else "", task_access.access.at
                     if at is not None:
-                        tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
-                        self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
+                        remedy = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
+                        self.fail(part, f" may not be done when rank {at} has ended its call: {remedy}")
                     user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} after it")
                 gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))

@@ -21,8 +21,7 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: 
 
 
 class Pieces:
-    """Partition of a buffer into pieces. Two bytes are in one piece if every access covers both or neither, even if they are not adjacent.
-    So every access covers whole pieces."""
+    """Partition of a buffer into pieces, such that every access covers whole pieces. The bytes of a piece need not be adjacent."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         runs = {block: [(block[0] + start, block[0] + start + block[2]) for start in starts(*block[1:])] for block in regions_of_bytes}
@@ -56,8 +55,8 @@ def _byte_blocks(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks must be added in an order that respects happens-before. Each piece keeps its last write, and for each stream the last read after
-    that write. A task that is ordered after these accesses is also ordered after all earlier ones.
+    Tasks are recorded in an order that respects happens-before. Each piece keeps its last write, and the last later read of each stream. A
+    task that is ordered after these accesses is also ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):

@@ -77,8 +77,7 @@ ALWAYS = sys.maxsize  # later than all generations
 class ByteRegion(NamedTuple):
     """Bytes of a buffer of one rank that is not a view: an input, an output or an allocation.
 
-    Generations number the contents of the memory. Each execution of its allocate begins a generation, and so does each result in donated
-    memory.
+    A generation is a version of the contents. Each execution of the buffer's allocate begins one. So does each result in donated memory.
     """
 
     root: str

@@ -64,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """The smallest depth that has the parity of `count`, and at which all tensors exist that the program selects by a constant index."""
+    """Number of calls of a repeat to check: a few, odd or even like `count`, and enough for every constant index into the group."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -154,8 +154,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """A variant of the program for conditions that change only at sizes more than `max_factor` times the minimal ones. At small sizes, it
-    runs the branches that the program runs at those large sizes. None if there is no such condition."""
+    """The program with some conditions inverted: those that change only at sizes more than `max_factor` times the minimal ones. Small sizes
+    then run the branches for large sizes. None if there is no such condition."""
     smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -218,8 +218,8 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     """Larger sizes for symbols that may not divide evenly.
 
-    All sizes differ, because the transpose of a square would look like its inverse. Some rank has two elements of each dim, because the sum
-    of one element is also its maximum.
+    All sizes differ, because swapped dims of a square would not show. Some rank has at least two elements of each dim, because the sum of
+    one element equals its maximum.
     """
     if not program.uneven:
         return ()

@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A temporary: its offset in the arena (one per stream if each stream has a copy), and the host IR lines of its first and last use."""
+    """A temporary: its offsets in the arena, one per copy, and the host IR lines of its first and last use. Each stream may have a copy."""
 
     name: str
     type: str

@@ -49,15 +49,14 @@ class Builder:
         self.hoists_views = True  # views may be emitted before the loop that is being built; False in a loop of several meshes
         # during an asynchronous communication, collects copies that the next communication need not wait for
         self.aside: list[tree.Instruction] | None = None
-        self.sums: list[Callable[[], None]] | None = (
-            None  # during an asynchronous communication, collects sums of its results, so that the kernel that reads a sum can compute it
-        )
-        self._taken: set[str] = set()
+        # during an asynchronous communication, collects sums of its results; the kernel that reads a sum can then compute it
+        self.sums: list[Callable[[], None]] | None = None
+        self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # permuted view -> its source and order
-        self._made_of: dict[str, ir.View] = {}  # definition of every view
+        self._view_of: dict[str, ir.View] = {}  # definition of every view
         self._allocated: set[str] = set()
         self._windows: set[str] = set()
 
@@ -65,7 +64,7 @@ class Builder:
 
     def name(self, wanted: str) -> str:
         """Returns `wanted`, with a number appended if it is taken."""
-        return claim_unique(wanted, self._taken)
+        return claim_unique(wanted, self._used_names)
 
     def new_events(self, wanted: str, count: int = 1) -> str:
         """Declares a pool of `count` events and returns its name."""
@@ -75,7 +74,7 @@ class Builder:
     def loop_index(self) -> str:
         """Name of the index of a loop in the current body: i, or j, k, l in nested loops, then i_2 and so on."""
         if self._depth == len(self._indices):
-            self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i")))
+            self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._used_names), "i")))
         return self._indices[self._depth]
 
     def emit(self, instruction: tree.Instruction) -> None:
@@ -138,7 +137,7 @@ class Builder:
         self._depth += 1
         with self.nested() as body:
             yield body
-            self._taken.difference_update(self._scopes[-1].integers)
+            self._used_names.difference_update(self._scopes[-1].integers)
         self._depth -= 1
 
     @contextmanager
@@ -260,8 +259,8 @@ class Builder:
         shape = self.types[src].shape
         longer = [i for i in order if shape[i] != Size()]
         is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 are moved
-        turned = tuple(shape[i] for i in order)
-        name = self._view(ir.Reshape("", src, turned) if is_reshape else ir.Permute("", src, order), wanted)
+        permuted_shape = tuple(shape[i] for i in order)
+        name = self._view(ir.Reshape("", src, permuted_shape) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
         return name
 
@@ -282,13 +281,13 @@ class Builder:
     def memory_of(self, name: str) -> str:
         """The buffer that has the same elements in the same order as a contiguous view. Returns the view itself if it covers only a
         part."""
-        while (view := self._made_of.get(name)) and view.shows and self.is_contiguous(view.src):
+        while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
 
     def is_memory(self, name: str) -> bool:
         """True for a parameter or an allocation, False for a view."""
-        return name not in self._made_of
+        return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
         """True if peers can access the memory, or will be able to: a later pass moves allocations to windows on demand."""
@@ -319,7 +318,7 @@ class Builder:
         name = self.name(wanted)
         self.types[name] = type
         self.emit(replace(view, out=name))
-        self._made_of[name] = view
+        self._view_of[name] = view
         scope = self._scopes[-1]
         (scope.views_on_mesh if self.mesh else scope.views)[view] = name
         return name

@@ -20,10 +20,10 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
         replace(program, name=f.name, inputs=f.inputs, outputs=f.outputs, body=f.body, functions=program.functions[:i])
         for i, f in enumerate(program.functions)
     ]
-    return tuple(_with_what_it_uses(part) for part in (*parts, program))
+    return tuple(_with_used_parts(part) for part in (*parts, program))
 
 
-def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
+def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
     # the analysis of a part also needs the events of its callees
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
@@ -89,13 +89,13 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
 
-        def under_new_names(i: tree.Instruction, kernels: dict[str, str] = names, events: dict[str, str] = pools) -> tree.Instruction:
+        def rename(i: tree.Instruction, kernels: dict[str, str] = names, events: dict[str, str] = pools) -> tree.Instruction:
             return tree.with_names(tree.with_names(i, kernels, "launch"), events, "record", "wait")
 
-        renamed.append(tree.rewrite(part.body, under_new_names))
+        renamed.append(tree.rewrite(part.body, rename))
     streams: dict[str, ir.Streams] = {}
-    for ours in (pool for part in parts for pool in part.streams):
-        streams[ours.name] = max(streams.get(ours.name, ours), ours, key=lambda pool: pool.count)
+    for pool_of_part in (pool for part in parts for pool in part.streams):
+        streams[pool_of_part.name] = max(streams.get(pool_of_part.name, pool_of_part), pool_of_part, key=lambda pool: pool.count)
     program = replace(
         program,
         streams=tuple(streams.values()),
@@ -125,18 +125,18 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines only the first call of each function, and drops the others. Use it to find sizes and instructions if order does not
     matter."""
-    return _Inlining(program, once=True).program() if program.functions else program
+    return _Inlining(program, only_first=True).program() if program.functions else program
 
 
 class _Inlining:
-    def __init__(self, program: ir.HostProgram, once: bool = False):
-        self.given, self.once = program, once
-        self.seen: set[str] = set()  # functions that have been inlined
+    def __init__(self, program: ir.HostProgram, only_first: bool = False):
+        self.host_program, self.only_first = program, only_first
+        self.inlined_functions: set[str] = set()  # functions that have been inlined
         self.functions = {function.name: function for function in program.functions}
-        self.taken = names_in(program)
+        self.used_names = names_in(program)
 
     def program(self) -> ir.HostProgram:
-        return replace(self.given, body=self.body(self.given.body), functions=())
+        return replace(self.host_program, body=self.body(self.host_program.body), functions=())
 
     def body(self, body: tree.Body) -> tree.Body:
         return tree.rewrite(body, lambda i: self.called(i) if tree.names(i, "call") else None)
@@ -144,28 +144,28 @@ class _Inlining:
     def called(self, call: tree.Instruction) -> tree.Body:
         (name,) = tree.names(call, "call")
         function = self.functions[name]
-        if self.once and function.name in self.seen:
+        if self.only_first and function.name in self.inlined_functions:
             return ()
-        self.seen.add(function.name)
+        self.inlined_functions.add(function.name)
         parameters = [parameter.name for parameter in (*function.inputs, *function.outputs)]
         names = dict(zip(parameters, tree.names(call, "read", "write"), strict=True))
         before, after = self.contents(function, names, call.location)
         for i in tree.walk(function.body):
             for name in tree.names(i, "define", "index"):
-                names[name] = claim_unique(f"{function.name}_{name}", self.taken)
+                names[name] = claim_unique(f"{function.name}_{name}", self.used_names)
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
         """Instructions to insert before and after the inlined body of a function with donated inputs. Adds the names of the views to
         `names`."""
-        taken = [p for p in function.outputs if p.memory]
+        used_names = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
-        for kind, parameters in ((AsGiven, function.inputs if taken else ()), (TakeOver, taken)):
+        for kind, parameters in ((AsGiven, function.inputs if used_names else ()), (TakeOver, used_names)):
             for p in parameters:
-                out = claim_unique(f"{function.name}_{p.name}", self.taken)
+                out = claim_unique(f"{function.name}_{p.name}", self.used_names)
                 before.append(kind(out, names[p.name], location=location))
                 names[p.name] = out
-        return tuple(before), tuple(Returned(names[p.name], location=location) for p in taken)
+        return tuple(before), tuple(Returned(names[p.name], location=location) for p in used_names)
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:

@@ -97,7 +97,7 @@ class Kernel:
         return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
-    def telling_name(self) -> str:
+    def descriptive_name(self) -> str:
         """A descriptive name of the ops (if they are few) and the results, such as `negative_multiply_y` or `fused_y`.
 
         A kernel that updates its operand in place is named after the operand. An op is omitted if the name of its result already begins

@@ -62,15 +62,14 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Sizes that must not be 0, because a reduction without identity is over them. Each is yielded with the op kind of its reduction. A
-    single rank's shard may be empty."""
+    """Yields each reduction without an identity, such as max, and a global size that it reduces and that must not be 0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
         if combine and not combine.identity:
             factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
-            wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
-            found |= {(op.kind, size): None for size in wholes}
+            global_sizes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
+            found |= {(op.kind, size): None for size in global_sizes}
     yield from found
 
 
@@ -78,11 +77,11 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     """Number of elements of the source before and after a partial view. Empty if they depend on more than sizes."""
     if view.span is None:
         return ()
-    dim, start, spread = view.span
+    dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
-    if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
+    if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
         return ()  # depends on the rank; the compiler guarantees that the view fits
-    return (before, dim_size - before - spread)
+    return (before, dim_size - before - extent)
 
 
 def _size_of(expr: Expr) -> Size | None:
@@ -115,11 +114,11 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
     Raises LoopsDoNotDivide if a size does not divide evenly.
     """
-    if wanted := _multiples(program):
-        held = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
-        sizes = {dim.name: size for dims, shape in held for dim, size in zip(dims, shape, strict=True) if dim.name}
-        if size := _first_undivided(wanted, sizes):
-            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: its loops need a multiple of {wanted[size]}")
+    if required := _multiples(program):
+        dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
+        sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
+        if size := _first_undivided(required, sizes):
+            raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: its loops need a multiple of {required[size]}")
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:

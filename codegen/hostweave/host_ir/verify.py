@@ -24,4 +24,4 @@ def verify_host(program: ir.HostProgram) -> None:
         body = Checker(part, RULES, checker.kernels)
         body.parameters()
         body.body(part.body, Scope())
-    checker.apart(parts)
+    checker.expect_separate_events(parts)

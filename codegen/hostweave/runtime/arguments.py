@@ -96,7 +96,8 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     mismatched_axes = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or mismatched_axes:
         found = ", ".join(f"{axis}={size}" for axis, size in zip(axes, array.device_mesh.shape, strict=False)) or "dims without names"
-        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; rename the mesh dims")
+        remedy = "create the device mesh with the names and sizes of these axes"
+        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; {remedy}")
     axes_by_dim: list[tuple[str, ...]] = [() for _ in array.shape]
     for axis, placement in zip(axes, placements, strict=True):
         if placement.is_shard() and sizes.get(axis, 1) > 1:

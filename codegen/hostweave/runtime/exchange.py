@@ -39,7 +39,7 @@ class Exchange:
 
     @property
     def blocks_on_failure(self) -> bool:
-        """True if `failure` blocks until there is news, instead of polling."""
+        """True if `failure` returns as soon as some rank reports a failure. False if it polls or only sleeps."""
         return False
 
     def __init__(self, rank: int, count: int):

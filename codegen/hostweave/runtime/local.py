@@ -63,8 +63,8 @@ class LocalProgram:
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
-        counts_apart = any(channel.transport.graphs_apart for channel in host.channels)
-        self.common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
+        has_separate_counters = any(channel.transport.separate_graph_counters for channel in host.channels)
+        self.common_graphs = CommonGraphs() if options.graph == "auto" and has_separate_counters else None
         for option, is_set in (("verify_calls", self._verifies_calls), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
             if is_set and group.count > 1 and not group.can_exchange:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have no store for messages"

@@ -207,8 +207,8 @@ class Environment:
 class TorchStore:
     """Ranks that are processes of torch.distributed. Uses its default store or the given one, and nothing else of torch.distributed.
 
-    If `store`, `rank` and `count` are all given, torch.distributed need not be initialised. Raises ArgumentError if it needs to be and is
-    not. Raises MissingPackage if PyTorch is not installed.
+    Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises MissingPackage if
+    PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """

@@ -13,6 +13,6 @@ TRANSPORT = Transport(
     holds_multiprocessors=False,
     is_rendezvous=False,
     registers_arena=True,
-    graphs_apart=True,
+    separate_graph_counters=True,
     since=(2, 29),
 )

@@ -38,7 +38,7 @@ class Transport:
     holds_multiprocessors: bool
     is_rendezvous: bool  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
-    graphs_apart: bool = False  # signals in CUDA graphs have other counters, so either all ranks capture a call or none does
+    separate_graph_counters: bool = False  # signals in CUDA graphs have other counters, so either all ranks capture a call or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application
     since: tuple[int, ...] = ()  # first version of the library with the needed calls; empty if all versions have them
     # any other reduction gathers the terms and reduces them in a kernel

@@ -31,8 +31,8 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5), (64, 32, 0.36)),
 )
 SPLITS = (1, 2, 4, 8)  # split-K: into how many parts the inner dim may be split if there are few tiles
-# Hostweave's own kernels compute grouped matmuls: by warpgroups, or with another kernel if groups have few rows. An outer product has to
-# transpose its rows.
+# Tiles of Hostweave's kernels for grouped matmuls: one uses warpgroups, and the other is for groups of few rows. An outer product first
+# transposes its rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
 SATURATING_SHARE = 0.85  # fraction of the multiprocessors that have to read to reach the full memory bandwidth
@@ -40,7 +40,9 @@ MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative
 MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
 PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
-ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that 16-bit attention reaches; Hostweave's kernels take about 32 times as long
+ATTENTION_PEAK = (
+    0.74  # fraction of the tensor cores' peak that cuDNN's attention reaches; kernels without tensor cores take 32 times as long
+)
 ATTENTION_ROWS = 128  # rows of a head in one thread block; with a causal mask the last block has the most columns
 
 
@@ -148,8 +150,8 @@ class AttentionWork:
     """Attention on one rank. With a causal mask, the rows are the last rows of the sequence."""
 
     heads: float
-    rows: float
-    columns: float
+    rows: float  # queries
+    columns: float  # keys
     width: float  # elements in a row of keys plus a row of values
     is_causal: bool
     is_balanced: bool = False  # zigzag order: each block of keys is half masked, and gathered keys need two calls

@@ -27,7 +27,7 @@ from hostweave.types.zigzag import pieces
 
 MAX_TIME_RATIO = 0.95  # a loop is chosen only if it takes at most this fraction of the sequential time
 MIN_GAIN_MICROS = 5.0  # minimum gain of a loop in microseconds; smaller gains are within the error of the model
-HIDDEN_SECONDS = 10e-6  # minimum time to hide outside of loops, in seconds: a fork and a wait cost less
+HIDDEN_SECONDS = 10e-6  # an asynchronous communication must hide at least this much, because a fork and a wait cost nearly as much
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
@@ -213,8 +213,8 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Way, ...]:
     """Returns the alternatives for a gather or reduce-scatter outside of loops, fastest first. Empty for other ops or if a size is unknown.
 
-    A collective is always possible. Copy engines are possible if ranks can access each other's memory. They put operands that are not in
-    windows, and get those that are. Both alternatives can keep the shards of a matmul operand separate, which counts as one chunk per rank.
+    A collective is always possible. Copy engines are possible if ranks can access each other's memory: ranks put operands that are not in
+    windows, and get operands that are. With one chunk per rank, the shards of a matmul operand stay separate, and one matmul reads each.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]

@@ -424,7 +424,7 @@ def bind_sizes(
             except ValueError as error:
                 raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
             if wanted != size:
-                raise SizeError(f"{place} is {size}; {wanted} is wanted{'' if dim.size.is_int else f' for {dim.size}'}")
+                raise SizeError(f"{place} is {size}; it must be {wanted}{'' if dim.size.is_int else f' for {dim.size}'}")
             parts, ranks = pieces(dim.axes, type_.mesh_in(mesh)), type_.mesh_in(mesh).size_of(dim.axes)
             if size % parts and (parts > ranks or (uneven is not None and not dim.size.is_uneven(parts, uneven))):
                 of_each = " in two pieces each" if parts > ranks else ""

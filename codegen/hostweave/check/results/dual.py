@@ -1,7 +1,7 @@
 """Floats over dual numbers, for which exp of a sum is the product of the exps. Merging softmaxes by their log-sum-exps relies on this.
 
-An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. A logarithm keeps its
-argument through sums and selections, so that exp(log(y) + x) = y exp(x). Because exp is defined only to first order, the shadows (f64
+An element is a + b e, where a and b are elements of the field and e * e = 0. exp(a + b e) is defined as 1 + a e. The result of log carries
+its argument, also through sums and selections, so that exp(log(y) + x) = y exp(x). Because exp is only first-order, the shadows (f64
 values) are compared too.
 """
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-6  # largest error of shadows
 
 
 class Dual(Real):
-    """A shadow, a and b, and c + d e. If the number is a logarithm, c + d e is its argument. Otherwise c is 0."""
+    """A float with five parts: shadow, a, b, c and d. If it is a logarithm, c + d e is its argument. Otherwise c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

@@ -98,8 +98,9 @@ def difference(
 ) -> Difference | None:
     """The first difference between a host program and its fusion, at the sizes of `expected`.
 
-    In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps differs in this run, so in a second
-    run exp(a + b) = exp(a) exp(b). A multiple of a merged log-sum-exp differs in both runs. It counts as equal if it is equal in f64.
+    In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps always differs in this run, so a
+    second run uses exp(a + b) = exp(a) exp(b). If the program also computes with merged log-sum-exps, it may differ in both runs; then the
+    values in f64 decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -260,9 +261,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at the sizes at which results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines, or if blocks are packed: with as many
-    blocks as rows, packing would equal its inverse. A fusion with many elements is not compared at larger sizes. The variant runs the
-    branches for sizes that are not compared, but at small sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if blocks are packed,
+    because packing equals unpacking if there are as many blocks as rows. A fusion with many elements is not compared at larger sizes. The
+    variant runs the branches of such sizes at small sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)

@@ -40,7 +40,7 @@ class Join(Instruction):
 
 @dataclass(frozen=True)
 class Record(Instruction):
-    """The event captures the work that the stream has so far. Equivalent to cudaEventRecord."""
+    """Records the event on the current stream (cudaEventRecord)."""
 
     event: Recorded
     index: Expr
@@ -50,7 +50,7 @@ class Record(Instruction):
 
 @dataclass(frozen=True)
 class Wait(Instruction):
-    """The current stream waits for the latest record of the event in this call. Equivalent to cudaStreamWaitEvent."""
+    """Makes the current stream wait for the event's latest record in this call (cudaStreamWaitEvent)."""
 
     event: Awaited
     index: Expr

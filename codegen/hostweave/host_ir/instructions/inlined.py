@@ -20,15 +20,14 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input: the present contents of the argument. Once a result in donated memory has overwritten a byte, it cannot be read by this
-    name."""
+    """An input: the present contents of the argument. A byte that a result overwrites can no longer be read by this name."""
 
     syntax = "%{out} = as_given %{src}"
 
 
 @dataclass(frozen=True)
 class TakeOver(_Parameter):
-    """A result in the memory of a donated argument: the contents that are written from here on."""
+    """A result in the memory of a donated argument: the contents that later instructions write."""
 
     syntax = "%{out} = take_over %{src}"
 

@@ -60,9 +60,9 @@ class Checker:
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] is empty: declare at least one")
         self.once([pool.name for pool in pools], "")
-        told = {size.name for p in self.program.inputs for size in p.type.shape} | self.program.depths().keys()
+        sizes_of_inputs = {size.name for p in self.program.inputs for size in p.type.shape} | self.program.depths().keys()
         for name in self.program.symbols():
-            if name not in told:
+            if name not in sizes_of_inputs:
                 self.fail(f"no input has a dim {name}, so its size is unknown; add it to an input, or write an int")
         for name in self.program.uneven:
             if name not in self.program.symbols():
@@ -86,7 +86,7 @@ class Checker:
             if channel.name not in used:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
-    def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
+    def expect_separate_events(self, parts: tuple[ir.HostProgram, ...]) -> None:
         """Checks that no two bodies use the same event. A wait must not match a record of another body."""
         users: dict[str, str] = {}
         for part in parts:
@@ -112,16 +112,16 @@ class Checker:
 
     def memories(self) -> None:
         """Checks donated inputs: each is reused by at most one output, which has the same dims in any order."""
-        inputs, taken = {p.name: p.type for p in self.program.inputs}, set[str]()
+        inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
             if parameter in self.program.inputs or parameter.memory not in inputs:
                 self.fail(f"{here}: `in` must name an input: write one of {', '.join(map('%{}'.format, inputs))}")
             if not parameter.type.fills(inputs[parameter.memory]):
                 self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dims")
-            if parameter.memory in taken:
+            if parameter.memory in reused:
                 self.fail(f"{here}: another output uses the same input: name a separate input for each")
-            taken.add(parameter.memory)
+            reused.add(parameter.memory)
 
     def once(self, names: Sequence[str], word: str) -> None:
         """Checks that names are declared only once."""
@@ -253,7 +253,7 @@ class Checker:
             if self.types[name].strides is not None:
                 self.fail(f"%{name} is not contiguous{what}: copy it to a contiguous buffer first")
 
-    def as_wanted(self, name: str, wanted: BufferType, what: str) -> None:
+    def expect_type(self, name: str, wanted: BufferType, what: str) -> None:
         """Checks the dtype and the shape of a buffer."""
         if (self.types[name].dtype, self.types[name].shape) != (wanted.dtype, wanted.shape):
             self.fail(f"%{name} is {self.types[name]}, {what}")
@@ -262,15 +262,15 @@ class Checker:
         """Checks the cuts of the tensor that a buffer has."""
         for cut in cuts:
             self.size(cut.size)
-        have, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
-        if have != wanted:
-            self.fail(f"%{name} is {self.types[name]}, of {have} elements, but the blocks have {wanted}: make them equal")
+        actual, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
+        if actual != wanted:
+            self.fail(f"%{name} is {self.types[name]}, of {actual} elements, but the blocks have {wanted}: make them equal")
 
     def counts(self, small: str, large: str, factor: int) -> None:
-        have, want = (self.known(product(self.types[name].shape)) for name in (large, small))
-        want = want * factor
-        if have != want:
-            self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
+        actual, expected = (self.known(product(self.types[name].shape)) for name in (large, small))
+        expected = expected * factor
+        if actual != expected:
+            self.fail(f"%{large} must hold {factor} x %{small}: it has {actual} elements, not {expected}")
 
     def known(self, size: Size) -> Size:
         """Replaces each local size by an exact quotient, if all ranks have equal shards."""
@@ -280,7 +280,7 @@ class Checker:
                 exact[part] = part.size // ranks
         return size.replaced(exact)
 
-    def alike(self, size: Size) -> Size:
+    def with_equal_shards(self, size: Size) -> Size:
         """Renames local sizes, so that two of them are equal if their global size and number of ranks are equal."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}

@@ -38,7 +38,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
     return channel
 
 
-def _usual(c: Checker, i: Any, size: int) -> None:
+def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
     """Checks the reduction, and that src and dst have equal sizes, or that one of them has one block per rank."""
     if isinstance(i, ir.Reduction):
         _reduction(c, i)
@@ -65,11 +65,11 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
     return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (part,)))
 
 
-def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
+def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
     """Checks that src and dst have equal sizes. Shards of one dim count as equal if they are along different axes, or on different meshes,
     with equally many ranks."""
-    have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
-    if have != want:
+    dst_elements, src_elements = (c.with_equal_shards(product(c.types[name].shape)) for name in (i.dst, i.src))
+    if dst_elements != src_elements:
         c.counts(i.src, i.dst, 1)
 
 
@@ -87,13 +87,13 @@ def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
 
 
 def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
-    _as_much(c, i, size)
+    _equal_sizes(c, i, size)
     named = [source for source in i.sources if source is not None]
     if len(i.sources) != size or any(source >= size for source in named):
         c.fail(f"a process group of {size} needs {size} sources, each below {size} or none")
     if len(set(named)) < len(named):
-        twice = next(source for source in named if named.count(source) > 1)
-        c.fail(f"rank {twice} is named twice: each rank sends to at most one other; use a broadcast")
+        repeated = next(source for source in named if named.count(source) > 1)
+        c.fail(f"rank {repeated} is named twice: each rank sends to at most one other; use a broadcast")
 
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
@@ -140,7 +140,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
         if i.received_along is not None:
             _has_block(c, i, i.src, i.dst, i.received_along)
         else:
-            _as_much(c, i, size)
+            _equal_sizes(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
         c.fail(f"signal {i.signal}: the largest signal number is {MAX_SIGNAL}")
 
@@ -163,8 +163,8 @@ def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
 
 RULES: dict[type[tree.Instruction], Rule] = {
     ir.OneSided: _communication(_one_sided),
-    ir.Communication: _communication(_usual),
-    ir.BroadcastToOthers: _communication(_as_much),
+    ir.Communication: _communication(_reduction_and_sizes),
+    ir.BroadcastToOthers: _communication(_equal_sizes),
     ir.AllToAll: _communication(_all_to_all),
     ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),

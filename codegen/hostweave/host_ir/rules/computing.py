@@ -55,7 +55,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # in f32 scales; a row of scales of 128 x 128 blocks starts at a multiple of this
+PADDED = 4  # number of f32 scales to which each row of scales of 128 x 128 blocks is padded
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
@@ -152,7 +152,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
             c.fail(f"the memory layouts of %{name} and %{i.dst} differ: copy it to a buffer with the same layout")
     for name in i.bias:
         wanted = BufferType(dst.dtype, dst.shape[-1:])
-        c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
+        c.expect_type(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
         c.contiguous(name, what=", but a bias must be")
     if i.activation and i.activation not in ir.ACTIVATIONS:
         c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
@@ -272,7 +272,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
             if type.mesh_in(c.mesh) != c.mesh:
                 c.fail(f"@{source.name} {role} {type}, but is launched on {c.mesh}: launch it on the mesh of its types")
             wanted = type.local(c.mesh, c.program.uneven)
-            c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
+            c.expect_type(name, wanted, f"and @{source.name} {role} {wanted}")
             c.contiguous(name, what=f", but @{source.name} needs contiguous buffers")
 
 
@@ -294,7 +294,7 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
         c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
     for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
         wanted = BufferType(parameter.type.dtype, parameter.type.shape)
-        c.as_wanted(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")
+        c.expect_type(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")
 
 
 def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:

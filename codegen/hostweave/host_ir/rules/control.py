@@ -68,7 +68,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
             c.fail(f"@{i.function} {word} {len(parameters)} buffers, not {len(names)}")
         for name, parameter in zip(names, parameters, strict=True):
             wanted = c.program.local_type(parameter)
-            c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
+            c.expect_type(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
             c.contiguous(name, what=", but a function needs contiguous buffers")
             if parameter.in_window and (outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None)):
                 c.fail(f"%{outside} is not in a window, but @{i.function} {word} %{parameter.name} in one: use allocate_window")

@@ -178,7 +178,7 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
             return (found.new,)
         launch, kernel = found.left
         if kernel not in names:
-            name = names[kernel] = unique_name(kernel.telling_name, kernels)
+            name = names[kernel] = unique_name(kernel.descriptive_name, kernels)
             kernels[name] = replace(kernel, name=name)
         return found.new, replace(launch, kernel=names[kernel])
 

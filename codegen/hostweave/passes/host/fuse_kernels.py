@@ -462,7 +462,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
         returned = tuple(numbers[name] for name in kernel.returned)
         key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops), returned)
         if key not in first:
-            first[key] = replace(kernel, name=claim_unique(kernel.telling_name, taken))
+            first[key] = replace(kernel, name=claim_unique(kernel.descriptive_name, taken))
         names[kernel.name] = first[key].name
     body = tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch"))
     return replace(program, body=body, kernels=tuple(first.values()))

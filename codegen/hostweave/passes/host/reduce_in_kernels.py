@@ -81,7 +81,7 @@ class _Reducing:
         facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)
         op = Op("all_reduce", (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
         kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
-        return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.telling_name)
+        return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
         same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)

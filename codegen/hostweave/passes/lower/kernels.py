@@ -41,7 +41,7 @@ class Kernels:
         """Registers a kernel and returns its name. Returns the name of an equal kernel if there is one."""
         same = same or kernel
         if same not in self.made:
-            self.made[same] = replace(kernel, name=self.free(kernel.telling_name))
+            self.made[same] = replace(kernel, name=self.free(kernel.descriptive_name))
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
