@@ -13,8 +13,7 @@ _Lock = TypeVar("_Lock")
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child inherits the pipe that tells the parent that the process has
-# started.
+# Held while a process starts; a fork waits for it. Otherwise the child inherits a pipe, and the parent waits until the child closes it too.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()

@@ -116,7 +116,7 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp of a folder. It changes with every edit of a file below the folder, but is computed without reading file contents.
+    """Stamp of a folder. Every edit of a file below the folder changes it. Computing it reads no file contents.
 
     If a file was edited after this process began to import the package, the process may run the old code. The stamp is then a random value.
     """

@@ -26,7 +26,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 @dataclass(frozen=True)
 class CudaPart:
-    """A header or library that a build needs, its path (None if it was not found), and the pip package that contains it."""
+    """A header or library that a build needs, with its path and the pip package that contains it. The path is None if it was not found."""
 
     name: str
     path: Path | None

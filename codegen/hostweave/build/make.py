@@ -65,8 +65,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core that includes some of the sources, because most compile time is spent on headers that all sources
-    include."""
+    """Writes one file per core, each of which includes some of the sources. Most compile time goes to headers that all sources share."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():

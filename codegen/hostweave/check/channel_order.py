@@ -67,7 +67,7 @@ class SignalOrder:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs (earlier, later) of communications that must be ordered, but that no stream or event of their rank orders."""
+    """Pairs (earlier, later) of a rank's communications that must be ordered, but are concurrent: no stream or event orders them."""
     operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
     # one rank at a time, because a clock has an entry for each stream of each rank
     for operations in reversed(operations_by_shape.values()):

@@ -1,10 +1,10 @@
-"""Happens-before: the operations of all ranks become tasks, which are simulated in an order that every legal schedule allows.
+"""Happens-before: simulates the operations of all ranks in one legal order, and computes what each may rely on.
 
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when the other side has started.
 
 Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the first, which finds races: a task's clock lists the earlier tasks that
 streams, events and arriving data prove to have ended. The second finds deadlocks. It also contains the order in which a rank posts its
-communications, because kernels that occupy multiprocessors may run one after another even on different streams.
+communications, because a device may serialise communication kernels of different streams.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class MatchedCommunications:
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
     """All matched communications of the simulated calls.
 
-    Raises ProgramError if a send has no recv with its count and dtype, or a recv no send. The same holds for signals and waits. Also raises
-    ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for an unmatched send or recv, and if their counts or dtypes differ. The same holds for signals and waits. Also
+    raises ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     # by channel, sender, receiver and signal number

@@ -95,12 +95,12 @@ class Memory:
         return None
 
     def unfinished_access(self, clock: Clock) -> TaskAccess | None:
-        """An access that is not known to have ended at `clock`, or None."""
+        """An access that may still run at `clock`, or None."""
         task_accesses = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in task_accesses if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_uninitialised(self, region: ByteRegion) -> tuple[range, TaskAccess | None] | None:
-        """First bytes of a region that do not hold its values, and the write that overwrote these values or None."""
+        """First bytes of a region that are uninitialised or overwritten, with the write that overwrote them or None."""
         for piece in self.covered(region):
             if not region.generation <= (contents := self.contents[piece]) <= region.last:
                 return self.pieces.first_segments[piece], self.writes[piece] if contents > region.last else None

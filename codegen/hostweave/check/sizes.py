@@ -131,8 +131,7 @@ MAX_GROWTH = 1.5  # largest factor by which enlarging a dim may increase the num
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
-    """Small sizes to check: sizes that divide evenly, sizes that do not (if the program allows them), and larger sizes at which conditions
-    on sizes change.
+    """Small sizes to check: even sizes, uneven sizes if the program allows them, and larger sizes at which conditions on sizes change.
 
     Ignores conditions that change only at sizes more than `max_factor` times the minimal ones.
     """

@@ -63,7 +63,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _missing_requirement(name: str) -> str | None:
-    """Text that says which requirement of a benchmark this machine does not meet, or None."""
+    """The first requirement of a benchmark that this machine does not meet, as text, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, but this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

@@ -199,8 +199,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     """Returns the program with numbered lines, and the offsets of its buffers.
 
-    A size that is not given is 4096, or the next larger value that is divisible as required. Raises HostweaveError if `sizes` has a name
-    that the program does not have.
+    Other sizes are 4096, or the next larger value that divides as required. Raises HostweaveError if `sizes` has a name that the program
+    does not have.
     """
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"

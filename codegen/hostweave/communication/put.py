@@ -1,9 +1,9 @@
 """Schedule put: a rank puts blocks to peers, or gets theirs, synchronised by signals. The copy engines move the data.
 
-All puts, gets, signals and waits of a rank are on one stream, in an order that matches that of its peers. A CUDA graph may execute its
-branches as one queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. In a graph,
-the next signal may be sent only after the previous one was waited for. So a rank waits for a peer's chunk before it puts its next chunk. If
-ranks get instead, the owner signals that its shard is ready, and the reader signals that it has read the shard.
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. A CUDA graph may execute its branches as
+one queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. In a graph, the next
+signal may be sent only after the previous one was waited for. So a rank waits for a peer's chunk before it puts its next chunk. If ranks
+get, the owner of a shard signals that it is ready, and each reader signals after reading it.
 """
 
 from contextlib import AbstractContextManager

@@ -92,8 +92,8 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, number: int) -> Callable[[], None]:
     """Moves through a one-sided channel: receivers get from a window of the sender. Returns a function that emits the sender's waits.
 
-    A sender signals that its window is ready, and each reader signals that it has read the window. `number` is the signal counter. Moves
-    whose waits have not been emitted need different counters.
+    A sender signals that its window is ready. Each reader signals after reading it. `number` is the signal counter. Moves whose waits have
+    not been emitted need different counters.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)

@@ -95,7 +95,7 @@ class Builder:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Emits a sum of terms. During an asynchronous communication, the sum is collected in `sums`, so that the kernel that reads it can
+        """Emits a sum of terms. During an asynchronous communication, it is collected in `sums`: the kernel that reads the sum can then
         compute it."""
         if self.sums is None:
             emit()

@@ -114,9 +114,9 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that need one flat list of instructions.
 
-    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. Memory that a function does not free is
-    deallocated after each call, so that the next call may reuse it. The arguments of the call replace the parameters. If the function has
-    donated inputs, its parameters become views of the arguments: `as_given` and `take_over`.
+    Buffer `%h` of `@layer` is renamed to `%layer_h`, and to `%layer_h_2` in the second call. After each call, memory that the function has
+    not freed is deallocated for reuse by the next call. The arguments of the call replace the parameters. If the function has donated
+    inputs, its parameters become views of the arguments: `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 

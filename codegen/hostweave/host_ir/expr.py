@@ -44,7 +44,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Coordinate of this rank along an axis of the current mesh, which is that of the enclosing `on` body or of the program."""
+    """Coordinate of this rank along an axis of the current mesh: that of the enclosing `on` body, or the program's."""
 
     axis: str
     text = "rank.{axis}"

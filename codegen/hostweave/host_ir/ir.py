@@ -1,7 +1,7 @@
 """The host IR: the calls that the host of one rank makes, in order. All ranks share one program; the rank number is a run-time value.
 
 Each instruction is a dataclass. Printer and parser follow its `syntax` line. Analyses, passes and the check use only its traits and the
-roles of its fields, such as the buffers that it defines, reads or frees. So they need no change for a new instruction.
+roles of its fields: which buffers it defines, reads or frees. So they need no change for a new instruction.
 
 An instruction outside of all `stream` blocks runs on the caller's stream.
 """

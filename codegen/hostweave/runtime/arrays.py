@@ -37,7 +37,7 @@ class ArrayLibrary(Protocol):
         return None
 
     def give(self, array: Array) -> Array:
-        """Converts an array from the form that these methods take to the form that the caller gets."""
+        """Converts an array from the form of these methods to the form for the caller."""
         return array
 
     def dtype(self, array: Array) -> DType | str:
@@ -120,7 +120,7 @@ def library_of(array: Array) -> ArrayLibrary:
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """Returns the keys of arrays, some of which may be None. Returns None if an array has no quick key or is not an array."""
+    """Returns the keys of arrays, some of which may be None. Returns None if the key of an array cannot be computed quickly."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
     except (TypeError, RuntimeError):  # for example from arrays without memory

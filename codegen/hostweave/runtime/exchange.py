@@ -1,7 +1,7 @@
 """Exchanges between the hosts of ranks: each rank contributes a record, and gets the records of all ranks.
 
-If one rank reports a failure, the others stop waiting. Records are usually signatures of calls, so that ranks detect that they are about to
-make different calls.
+If one rank reports a failure, the others stop waiting. Records are usually signatures of calls. They show whether all ranks are about to
+make the same call.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class FallibleGroup:
         return None
 
     def left_early(self) -> str | None:
-        """Message that a call can never finish because another rank left without making it, or None."""
+        """Message that another rank has left without making a call that this rank waits in, or None."""
         call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
@@ -162,7 +162,7 @@ class FallibleGroup:
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message that this rank has begun a call although another rank waits for it in an exchange before that call. None otherwise."""
+        """Message that this rank has begun a call, but another rank still waits for it in an exchange before that call. None otherwise."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

@@ -113,7 +113,7 @@ def init(
 
 
 def current(group: str = "default") -> Group | None:
-    """Returns the group with that name that this thread or this process has joined, or None."""
+    """Returns this thread's or this process's group with that name, or None."""
     for joined in (_thread.groups, _process_groups):
         if (joined_group := joined.get(group)) and not joined_group.closed:
             return joined_group

@@ -63,7 +63,7 @@ class _Calls:
         self._wait(_INTERRUPT_TIMEOUT)
 
     def finish(self) -> None:
-        """Waits for background threads of the runtime. They may wait for other ranks, so the process does not wait longer than a limit."""
+        """Waits for background threads of the runtime. The wait is limited, because they may wait for other ranks."""
         deadline = time.monotonic() + _BACKGROUND_TIMEOUT
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))

@@ -418,7 +418,7 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Surrounds the creation of plans. Ranks that are processes then all use the algorithms that one of them has measured.
+        """Surrounds the creation of plans. In groups of processes, all ranks then use the algorithms that one of them has measured.
 
         Ranks exchange algorithms when they first make plans, and when all of them prepare new sizes. If only the arrays of this rank have
         changed, nothing is exchanged, because plans for known sizes measure nothing new. Ranks of a program without communication exchange
@@ -484,7 +484,7 @@ def _shapes_of(checked_call: CheckedCall) -> object:
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall) -> CallSizes:
-    """Sizes of a call. It is a function and not a method, to avoid a reference cycle that would delay freeing the program."""
+    """Sizes of a call. A method would create a reference cycle, which would delay freeing the program."""
     return CallSizes(checked_call.all_shapes, arguments.global_shapes(checked_call) or tuple(_even_shapes(host, checked_call.all_shapes)))
 
 

@@ -1,8 +1,8 @@
 """Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
-The TCP store has a small server in the process of rank 0, which ends with that process, and a client in every process. First, client and
-server prove to each other that they know the job's name and token, without sending these. Thus ranks of another job that try the same
-port are rejected, and so is the server of another job.
+The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. First, client and
+server prove to each other that they know the job's name and token, without sending these. Thus ranks of another job that try the same port
+are rejected, and so is the server of another job.
 """
 
 import asyncio

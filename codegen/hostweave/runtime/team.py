@@ -132,8 +132,8 @@ class Team:
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
 
-        All ranks are stopped, wherever they wait, if this wait is interrupted, if `programs` make no progress, or if `work` fails the group
-        of a rank. Other errors do not stop the other ranks. Raises the first error.
+        Stops all ranks, wherever they wait, if this wait is interrupted, `programs` make no progress, or `work` fails a rank's group. Other
+        errors do not stop the other ranks. Raises the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):

@@ -1,4 +1,4 @@
-"""Watchdog of a group: threads that detect failures which a rank cannot detect while it waits in native code, or while it only enqueues.
+"""Watchdog of a group: threads that detect failures while the rank waits in native code or only enqueues.
 
 The failures are: a call exceeds its timeout, or another rank reports a failure, leaves, or passes other sizes. The watchdog thread then
 reports the position of every rank and aborts the channels, which ends all waits. A separate listener thread asks the store for news of

@@ -58,7 +58,7 @@ class WindowArray:
         return _CUDA, self.device
 
     def __dlpack__(self, **_: object) -> Any:
-        """Exports the memory as a DLPack capsule. No work on the array is enqueued, so no stream has to wait."""
+        """Exports the memory as a DLPack capsule. Ignores the consumer's stream, because no work on the array is enqueued."""
         code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
         return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
 

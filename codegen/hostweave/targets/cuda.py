@@ -150,7 +150,7 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _figures() -> str:
-    """Text that says which constants the cost model uses for the GPUs of this machine."""
+    """Text about the source of the cost model's constants for the GPUs of this machine."""
     gpus = cuda.gpus()
     try:
         measured = figures.measured(gpus)

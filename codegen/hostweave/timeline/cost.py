@@ -61,8 +61,8 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
     """Work of a launch whose kernel takes more time than reading and writing its operands once.
 
-    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table does not fit into the
-    cache, the fraction of it that is not cached is read from memory.
+    A sort waits between its steps and occupies few multiprocessors. `take` reads one row per index. If the table exceeds the cache, the
+    excess fraction of these reads goes to memory.
     """
     types = kernel.types
 

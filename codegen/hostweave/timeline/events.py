@@ -108,7 +108,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the events on the critical path. Among the events that an event waits for, the one that ends last precedes it."""
+        """Indices of the events on the critical path. Each event is preceded by the event that it waits for longest."""
         if not self.events:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]

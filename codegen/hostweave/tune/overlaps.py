@@ -332,7 +332,7 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 
 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Earliest position to which the op at `position` should move so that the ops that it passes hide it. Never later than `position`.
+    """Best earlier position for the op at `position`: the ops between hide its time. Never later than `position`.
 
     The op stays behind the kernel that produces its operand. Pointwise ops that read this operand are part of that kernel.
     """

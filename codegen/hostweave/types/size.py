@@ -77,8 +77,8 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if the shares of `ranks` ranks may differ. This holds for an int that `ranks` does not divide, and for a single factor that
-        contains a symbol of `uneven`."""
+        """True if the shares of `ranks` ranks may differ. Such a size is an int that `ranks` does not divide, or a single factor with a
+        symbol of `uneven`."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)

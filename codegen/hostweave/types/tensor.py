@@ -317,7 +317,7 @@ Shape = tuple[int, ...]
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
     """Calls `block_of` after checks of the user's arguments.
 
-    Raises ArgumentError if the shape does not match the type, or if the rank is not in the tensor's mesh.
+    Raises ArgumentError if the shape does not fit the type, and for a rank outside the tensor's mesh.
     """
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):

@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, in lanes. Ranks that reach an instruction with equal layouts execute it together.
 
-A rank runs until it must wait for another rank. The rank that has executed the fewest operations runs next, together with all ranks that
-are at the same instruction.
+A rank runs until it must wait for another rank. The rank with the fewest executed operations runs next, together with all ranks at the same
+instruction.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class FieldRanks:
                     queue.advance()
 
     def same_queues(self, first: _Queue, ready: Sequence[_Queue]) -> list[_Queue]:
-        """The queues that are at the same instruction as the first one, with buffers of the same layouts, and with equal values of the
-        sizes that the instruction uses."""
+        """The queues that can execute the first queue's instruction together: their layouts are equal, and so are the sizes that the
+        instruction uses."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
         place = first.executed_count, first.is_posted

@@ -259,7 +259,7 @@ class Results:
 
 
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
-    """The program at the sizes at which results are compared, and a variant that runs the branches for much larger sizes.
+    """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
     Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if blocks are packed,
     because packing equals unpacking if there are as many blocks as rows. A fusion with many elements is not compared at larger sizes. The
@@ -300,10 +300,9 @@ def _without_values(i: tree.Instruction) -> tree.Instruction:
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """The pass that first changed a result, and the op of the first value that differs after it.
+    """The first pass that changes a result, and the op of the first value that it changes.
 
-    The pass is "" if no stage has a different result. The op is None if none of the values that have the same name before and after the
-    pass differs.
+    The pass is "" if no stage has a different result. The op is None if all values with the same name before and after the pass are equal.
     """
     correct = fusion
     for name, stage in stages:

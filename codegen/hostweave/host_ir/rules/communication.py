@@ -146,8 +146,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
 
 
 def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
-    """Checks the launch of a kernel that begins with an all_reduce of its first input, and that kernels of the ranks can do this
-    all_reduce."""
+    """Checks that the kernel begins with an all_reduce of its first input, and that the kernels of all ranks can compute it."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
     term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops
