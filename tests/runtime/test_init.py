@@ -239,13 +239,16 @@ def test_channels_are_made_once_and_freed() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ALONE(), "alone: takes 1 arrays (x: f32[M, K]), not 0"),
+        (lambda: ALONE(), "alone: takes 1 arrays (x: f32[M, K]), not 0; pass one per input"),
         (lambda: ALONE(X.astype(np.float64)), "alone: x: expected f32[M, K], got f64[16, 8]; cast it, or compile for f64"),
         (lambda: ALONE(X[0]), "alone: x: expected f32[M, K], got f32[8]; pass an array of 2 dims"),
         (lambda: ALONE(X.T), "alone: x: is not contiguous, but calls do not copy; pass a contiguous copy"),
         (lambda: ALONE([1.0]), "alone: x: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"),
         (lambda: ALONE(X, stream=0), "alone: stream= is for the target cuda; on the CPU a call returns when its work is done"),
-        (lambda: ALONE(X, out=np.empty(7, np.float32)), "alone: out=: y: expected the local shape [8], got [7]"),
+        (
+            lambda: ALONE(X, out=np.empty(7, np.float32)),
+            "alone: out=: y: expected the local shape [8], got [7]; pass an array of that shape",
+        ),
         (
             lambda: ALONE(X, out=np.broadcast_to(np.float32(0), 8)),
             "alone: y: is not contiguous, but calls do not copy; pass a contiguous copy",
@@ -373,7 +376,7 @@ def test_without_a_group_and_after_close() -> None:
 def test_a_group_of_another_size() -> None:
     errors = on_ranks(lambda rank: AG_MATMUL(x_of(rank), W), count=2)
     assert [type(error) for error in errors] == [ArgumentError] * 2
-    assert [str(error) for error in errors] == ["ag_matmul: is for the 4 ranks of mesh(x=4), and group 'default' has 2"] * 2
+    assert all("is for the 4 ranks of mesh(x=4), and group 'default' has 2; start as many ranks" in str(error) for error in errors)
 
 
 def test_streams_of_other_libraries() -> None:

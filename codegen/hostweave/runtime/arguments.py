@@ -46,7 +46,7 @@ def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence
     """Raises ArgumentError if the number of arrays differs from the number of inputs."""
     if len(arrays) != len(parameters):
         signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
-        raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+        raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}; pass one per input")
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:

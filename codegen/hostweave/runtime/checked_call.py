@@ -190,7 +190,7 @@ class Arguments:
     def _given(self, arrays: Sequence[Array], donated: Sequence[MadeOutput]) -> tuple[MadeOutput, ...]:
         parameters = self._host.results
         if len(arrays) != len(parameters):
-            raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
+            raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs; pass one per output")
         pairs = zip(parameters, arrays, donated, strict=True)
         outputs = tuple(one if p.memory and array is None else self._accepted(p, array) for p, array, one in pairs)
         for parameter, output, one in zip(parameters, outputs, donated, strict=True):

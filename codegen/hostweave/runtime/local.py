@@ -398,7 +398,8 @@ class LocalProgram:
     def _check_group(self) -> None:
         group, name, mesh = self._group, self.host.name, self.host.mesh
         if group.count != mesh.size:
-            raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
+            why = f"is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}"
+            raise ArgumentError(f"{name}: {why}; start as many ranks, or compile for another mesh")
         if self.target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
                 f"{name}: is for the target {self.target.name}, whose ranks share the memory of one host; group {group.name!r} "
@@ -463,7 +464,7 @@ class LocalProgram:
         for parameter, shape, here in zip(self.host.results, self._outputs, given, strict=True):
             if here is not None and here != shape:
                 where = f"{self.host.name}: out=: {parameter.name}"
-                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}")
+                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}; pass an array of that shape")
 
     # --- how it runs
 

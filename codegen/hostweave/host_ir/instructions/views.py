@@ -236,7 +236,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             j += 1
             continue
         if i == len(source):
-            raise ValueError("a reshape keeps the number of elements")
+            raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
         while have != want:  # grow the smaller side; if symbols hide which side is smaller, extend the target first
@@ -251,5 +251,5 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
         result += (source[i_end - 1][1] * step for step in row_major(tuple(target[j:j_end])))
         i, j = i_end, j_end
     if i != len(source):
-        raise ValueError("a reshape keeps the number of elements")
+        raise ValueError("a reshape keeps the number of elements: correct the shape")
     return tuple(result)
