@@ -55,9 +55,9 @@ def check(
     The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
 
     If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
-    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end on a device that executes
-    all streams of its rank as one queue, in the order of issue, and that cannot count a second signal before the first is consumed. A CUDA
-    graph may behave like this.
+    in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
+    streams of its rank as one queue, in the order of issue. It may send no second signal before the first is consumed. A CUDA graph may
+    require both.
     """
     calls = 2 if program.has_signals else 1
     results = None

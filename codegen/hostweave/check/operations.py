@@ -83,8 +83,8 @@ class ByteRegion(NamedTuple):
     root: str
     offset: int  # bytes
     layout: ByteLayout
-    generation: int  # the generation that is written, or the first one that may be read
-    last: int = ALWAYS  # the last generation that may be read
+    generation: int  # the written generation, or the first readable one
+    last: int = ALWAYS  # the last readable generation
 
 
 class Access(NamedTuple):

@@ -19,7 +19,7 @@ SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 819
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
 COLUMNS = 4096  # bytes of a row of the gathered tensor
-BUSY = 5e-4  # seconds; a smallest gather that takes longer means that another program uses the GPUs
+BUSY = 5e-4  # seconds; if the smallest gather takes longer, another program uses the GPUs
 
 
 def calibrate() -> Iterator[str]:

@@ -133,8 +133,8 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
-    """Copies the shard of an iteration out of the buffer of `gather_apart`, or out of the source if the shard is this rank's. `arrived`
-    emits the copy of another rank's shard."""
+    """Copies the shard of an iteration from the buffer of `gather_apart`. This rank's own shard is copied from the source. `arrived` emits
+    the copy of another rank's shard."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

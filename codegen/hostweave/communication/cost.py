@@ -26,7 +26,7 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
     """Seconds of a collective that runs alone. `size` is the larger of a rank's bytes before and after it. An all-reduce takes twice the
     time of a reduce-scatter.
 
-    If there are several hosts, each has equally many of the ranks, and the network works concurrently with the links inside each host.
+    If there are several hosts, each has equally many of the ranks. The network and the links inside each host work concurrently.
     """
     if hosts == 1:
         link = machine.link("collective", ranks)
@@ -91,7 +91,7 @@ class Overlap:
     rows: bool = True
     computed: bool = False  # the program computed the gathered operand, so it can be in memory that peers read
     overlapped: float = 0.0  # seconds of other ops that overlap with the communication if there is no loop
-    consumer_sums: bool = False  # the kernel that consumes the result also sums the terms that peers put
+    consumer_sums: bool = False  # the consumer's kernel also sums the terms from peers
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:

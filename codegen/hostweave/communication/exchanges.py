@@ -39,7 +39,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# bytes; smaller tensors are bound by latency, so each rank reads all terms at once, instead of one block in each of two rounds
+# bytes; smaller tensors are bound by latency, so each rank reads all terms in one round instead of blocks in two rounds
 SMALL = 1 << 15
 
 

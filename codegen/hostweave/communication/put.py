@@ -105,7 +105,7 @@ class PutGather(_Loop):
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
     def sender(self, steps: LoopSteps) -> Expr:
-        """Rank that puts the chunk that arrives in this step."""
+        """Sender of the chunk that arrives in this step."""
         return steps.owned_by
 
     def landed(self, one: GatheredMemory, steps: LoopSteps) -> str:

@@ -27,7 +27,7 @@ class _Ring(Lowering):
 
 
 class _ForwardingRing(_Ring):
-    """Ring that reads values in the buffers in which they arrive."""
+    """Ring that forwards values from the buffers in which they arrive."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
         """Sends chunks of values to the next rank, and receives the chunks of a later step from the previous rank. Records `event` for this

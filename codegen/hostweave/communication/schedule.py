@@ -35,7 +35,7 @@ class Schedule:
 
     name: str  # the user's `algorithm=`
     kind: str
-    # pairs: the instructions that the channel's transport must support, and the lowering that uses them
+    # pairs: the required instructions of the channel's transport, and the lowering that uses them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # when a rank computes its own block
     max_streams: int | None = None  # largest number of streams on which iterations run; None: the limit of the options

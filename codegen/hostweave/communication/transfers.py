@@ -174,7 +174,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # the sends and recvs of both meshes are posted outside of the `on` bodies, where a view of one body is not visible
+    # views of an `on` body are not visible outside, where the sends and recvs of both meshes are posted
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed

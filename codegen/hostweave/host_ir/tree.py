@@ -43,7 +43,7 @@ Recorded = Annotated[str, "record"]  # pool of the event; the field `index` sele
 Awaited = Annotated[str, "wait"]
 RemoteRead = Annotated[str, "remote_read"]  # buffer of a peer that it reads
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # buffer that it does not access, but whose accesses must not move across the instruction
+Guarded = Annotated[str, "guard"]  # buffer that it does not access; other accesses must not move across the instruction
 
 # roles that a role implies; ranks share one program, so an access to a peer's buffer also counts as an access to the local buffer
 INCLUDED = {

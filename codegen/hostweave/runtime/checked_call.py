@@ -214,7 +214,7 @@ class Arguments:
         """
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # among the spans that begin earlier, the one that ends last
+        last = last_written = Span(0, 0, 0, "", False)  # the earlier span with the largest end
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:

@@ -24,7 +24,7 @@ class CpuSchedule:
 
     @property
     def is_special(self) -> bool:
-        """True if a setting differs from the default in a way that is supported only if all ranks are in one process."""
+        """True if a setting is supported only with all ranks in one process."""
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 

@@ -58,7 +58,7 @@ class Exchange:
         """Tells the other ranks that this rank leaves after `calls` calls, so that they do not wait for it."""
 
     def left(self) -> dict[int, int]:
-        """Ranks that have left, with the number of calls that each has made."""
+        """Ranks that have left, each with the number of its calls."""
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
@@ -195,7 +195,7 @@ class ThreadTable:
         self.number = 0  # number of finished exchanges
         self.records: dict[int, str] = {}  # rank -> record in the current exchange
         self.result: list[str] = []  # records of the last exchange, by rank
-        self.left: dict[int, int] = {}  # rank that has left -> number of calls that it made
+        self.left: dict[int, int] = {}  # rank that has left -> number of its calls
         self.timed_out_ranks: list[int] = []  # ranks that were absent when the first rank timed out; the others then time out too
         self.failure: str | None = None
         self.positions: list[str | None] = [None] * len(self.threads)

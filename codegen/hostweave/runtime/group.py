@@ -223,8 +223,8 @@ class Group(FallibleGroup):
 
         All ranks call it together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the transports peer
         and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other arrays are copied.
-        For one argument, all ranks must pass arrays from the same call of `empty`, or parts of them with the same offset. If a call has a
-        new set of arguments in windows, the program is compiled for these arguments.
+        All ranks must pass arrays of the same call of `empty` as an argument, or parts of them with equal offsets. If a call has a new set
+        of arguments in windows, the program is compiled for these arguments.
 
         On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed

@@ -95,8 +95,8 @@ def expect_running() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call this before the first import or construction: if another thread was importing a module at the time of the fork, the same import
-    would never end in the child.
+    Call this before the first import or construction: an import of a module that another thread was importing at the fork never ends in the
+    child.
     """
     global _used
     if _forked:

@@ -389,7 +389,7 @@ LAUNCHERS = (
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Launcher("PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    # A batch script that is not run by srun has SLURM_PROCID too, but no step.
+    # A batch script outside of srun has SLURM_PROCID too, but no step.
     Launcher("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 

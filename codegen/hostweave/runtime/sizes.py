@@ -91,7 +91,7 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call with those of the other ranks, if they differ from the sizes of the last call.
+        """Compares the sizes of the next call between ranks, unless they equal those of the last call.
 
         Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank passes other
         sizes, and ExecutionError if another rank has made the call without comparing.

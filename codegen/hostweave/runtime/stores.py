@@ -229,8 +229,8 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value if this process ends without `close` and the key is not set yet. May be called for several
-        keys."""
+        """Makes the server set this value if this process ends without calling `close`. A value that is already set stays. May be called
+        for several keys."""
         if self._will_connection is None:
             self._will_connection = self._connect(self.address, self.answer_timeout)
         _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)

@@ -75,7 +75,7 @@ class Product:
     def share(self, machine: Machine) -> float:
         """Fraction of the GPU that it occupies, from 0 to 1. Another matmul can use the rest.
 
-        It is the fraction of multiprocessors, or the fraction of memory bandwidth if that is larger.
+        This is the larger of two fractions: of the multiprocessors, and of the memory bandwidth.
         """
         if not self.count * self.rows * self.columns:
             return 1.0
@@ -265,7 +265,7 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
     """Extra seconds of a gather by copy engines, as (copying the rank's own shard, rearranging all shards).
 
-    Copy engines do not move the rank's own shard. No transport can interleave shards along a dim that is not the outermost.
+    Copy engines do not move the rank's own shard. No transport can interleave shards along an inner dim.
     """
     laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
     return machine.launch + 2 * size / ranks / machine.memory, laid_out

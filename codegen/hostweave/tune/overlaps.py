@@ -325,7 +325,7 @@ def _micros(seconds: float) -> float:
 
 
 def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> tuple[int, float]:
-    """Returns the earliest position for the communication at `position`, and how many of its seconds other ops hide if it starts there."""
+    """Returns the best earlier position for the communication at `position`, and the seconds that other ops then hide."""
     earlier, name = _earliest(ops, position, times), ops[position].result.name
     overlapped = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, position)] if not communicates(other))
     return earlier, min(overlapped, times[name] + _in_flight(ops, position, times))

@@ -121,7 +121,7 @@ class Transfer:
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if every rank of the target's mesh gets each of its blocks exactly once, from a rank that holds the block."""
+        """True if each rank of the target's mesh gets each of its blocks exactly once, from a rank that holds it."""
         old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (

@@ -73,8 +73,8 @@ class Machine:
 
     A matmul runs in waves. In a wave, each multiprocessor computes one tile. A wave takes `wave` seconds, plus the number of its
     floating-point operations divided by `flops`. `refused` lists transports that the ranks cannot use, each with the reason. `no_peers` is
-    the reason why ranks cannot access each other's memory. `no_scales` lists the kinds of scales (tensor, row or block) that matmuls of
-    8-bit floats do not support, each with the reason.
+    the reason why ranks cannot access each other's memory. `no_scales` lists unsupported kinds of scales (tensor, row or block) of 8-bit
+    matmuls, each with the reason.
     """
 
     name: str

@@ -33,8 +33,7 @@ from hostweave.check.results.lanes import (
     widest_real,
 )
 
-# NumPy functions that are replaced by random functions of the field -> the function that maps any operand into the domain of the NumPy
-# function
+# NumPy function that a random function of the field replaces -> map from any operand into the domain of the NumPy function
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),

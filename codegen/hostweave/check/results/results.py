@@ -261,8 +261,8 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if blocks are packed,
-    because packing equals unpacking if there are as many blocks as rows. A fusion with many elements is not compared at larger sizes. The
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if blocks are packed: with
+    as many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger sizes. The
     variant runs the branches of such sizes at small sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1

@@ -16,7 +16,7 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. A rank that writes a buffer receives from the ranks that read theirs."""
+    """Moves data between the ranks of a channel's process group. Ranks that read a buffer send it; ranks that write a buffer receive."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer that has one block per rank; the other buffer has one block

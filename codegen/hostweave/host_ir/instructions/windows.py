@@ -52,7 +52,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Tells the peer that it may read the buffer, or that it may write it. The latter is a credit."""
+    """Tells the peer that it may read or write the buffer. The latter is a credit."""
 
     signal: int
     peer: Expr
