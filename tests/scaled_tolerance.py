@@ -7,7 +7,7 @@ from math import sqrt
 
 from unrolling import inlined
 
-from hostweave.cli.tolerance import Tolerance, reduced_length, tolerance, with_terms
+from hostweave.cli.tolerance import Tolerance, reduced_length, tolerance, with_partial_sums
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARDS
 
@@ -20,7 +20,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
     squares add. If several pointwise ops compute values from one value, their errors are correlated, and the largest error is used. The
     tolerance is five standard deviations of the total error.
     """
-    spread = with_terms(inlined(fusion))
+    spread = with_partial_sums(inlined(fusion))
     types = {value_name: value.type for value_name, value in spread.values().items()}
     squares = {value.name: 0.0 for value in spread.inputs}
     for op in spread.ops:

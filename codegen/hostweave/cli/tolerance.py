@@ -14,7 +14,7 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
-_IN_A_ROW = 512  # largest number of terms that are assumed to be added sequentially
+_MAX_SEQUENTIAL = 512  # largest number of terms that are assumed to be added sequentially
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
         return Tolerance(0.0, 0.0)
     unit, accumulator = dtype.roundoff, (dtype if dtype == f64 else f32).roundoff
     n, d = reduction_length, terms
-    added = _added(n) + scores * sqrt(n)
-    spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0
-    return Tolerance(rtol=4 * unit, atol=2 * accumulator * added + 4 * unit * sqrt(n) + spread)
+    added = _sequential_additions(n) + scores * sqrt(n)
+    partial_sums = 2 * unit * d * sqrt(n) if d > 1 else 0.0
+    return Tolerance(rtol=4 * unit, atol=2 * accumulator * added + 4 * unit * sqrt(n) + partial_sums)
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
@@ -58,10 +58,10 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
     In a chain of sums and products, the reduction lengths multiply. The numbers of ranks that have terms of a sum multiply too.
     """
-    spread = with_terms(fusion)
-    types = spread.types
+    explicit = with_partial_sums(fusion)
+    types = explicit.types
     lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)
-    for op in spread.ops:
+    for op in explicit.ops:
         result, inputs = op.result.name, op.tensors
         joined: Callable[[Iterable[int]], int] = prod if OPS[op.kind].is_product else partial(max, default=1)
         lengths[result] = joined(lengths[tensor] for tensor in inputs) * reduced_length(op, types, sizes)
@@ -69,17 +69,17 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
         inherited = [scores[tensor] for tensor in inputs]
         scores[result] = (sum(inherited) if OPS[op.kind].is_product else max(inherited, default=0.0)) + score_length(op, types, sizes)
         if op.result.type.partial:
-            terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
+            terms[result] *= op.result.type.mesh_in(explicit.mesh).size_of(op.result.type.partial.axes)
     return tolerance(types[name].dtype, lengths[name], terms[name], scores[name])
 
 
-def _added(length: int) -> float:
+def _sequential_additions(length: int) -> float:
     """Number of sequential additions whose error equals that of a sum with this many terms."""
-    return min(length, sqrt(length * _IN_A_ROW))
+    return min(length, sqrt(length * _MAX_SEQUENTIAL))
 
 
 @lru_cache(maxsize=1)  # the outputs of one program share the result
-def with_terms(fusion: Fusion) -> Fusion:
+def with_partial_sums(fusion: Fusion) -> Fusion:
     """Returns the fusion, which has no calls, with inferred shardings and explicit partial sums."""
     options = Options()
     return insert_reshards(propagate_sharding(merge_contractions(fusion, options), options), options)
@@ -106,4 +106,4 @@ def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, in
     if not lengths:
         return 0.0
     scale = op[SCALE]
-    return _added(prod(lengths)) * abs(scale)
+    return _sequential_additions(prod(lengths)) * abs(scale)
