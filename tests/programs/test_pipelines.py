@@ -246,7 +246,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     """A rank that is a process knows only the sizes of its arguments, so the caller must state the others."""
     host = lowered(FUSION)
     target = find_target("cpu")
-    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows())
+    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, verifies_calls=False, windows=Windows())
     nothing = BoundInputs(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: the size M is missing; pass its global value$"):
         arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))

@@ -130,7 +130,8 @@ def test_another_mesh(mesh: Any) -> None:
         x, w = blocks(rank)
         return message_of(lambda: PROGRAM(DTensor.from_local(x, unnamed, [Shard(0)], run_check=False), w))
 
-    reason = "is a DTensor on a mesh of dims without names, and the program is for mesh(dp=2, tp=2); create the device mesh with"
+    reason = "is a DTensor on a mesh of dims without names, and the program is for mesh(dp=2, tp=2); "
+    reason += "create the device mesh with the names and sizes of these axes"
     assert on_ranks(call) == [f"product: x: {reason}"] * 4
 
 

@@ -395,7 +395,7 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
         def stream(self, device: int) -> int:
             raise TypeError("in the library")
 
-    arguments = Arguments(AG_MATMUL.host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False, windows=Windows())
+    arguments = Arguments(AG_MATMUL.host, find_target("cuda"), rank=0, device=0, native_table=list, verifies_calls=False, windows=Windows())
     with pytest.raises(TypeError, match=r"^in the library$"):
         arguments.handle(None, Broken())
     with pytest.raises(ArgumentError, match=r"^ag_matmul: stream=: expected an int"):
