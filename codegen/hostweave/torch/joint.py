@@ -470,9 +470,12 @@ def _save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """False for a view that may merge dims, which needs a copy if they are not contiguous. A view that only splits the last dim is fine."""
+    """False for a view that may merge dims, which needs a copy if they are not contiguous. A view that only splits the last dim is fine.
+
+    False for an expansion too: it is saved, because layers may share it, such as the bias of a mask.
+    """
     if op_of(view) != "view.default":
-        return True
+        return op_of(view) != "expand.default"
     shape, given = view.meta["val"].shape, view.args[0].meta["val"].shape
     return shape[: len(given) - 1] == given[:-1] or not _is_view(view.args[0])
 
