@@ -118,6 +118,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "sum": (lambda x: hw.sum(x, axis="N"), lambda x: x.sum(axis=1)),
     "prod": (hw.prod, np.prod),
     "max": (lambda x: hw.max(x, axis=0, keepdims=True), lambda x: x.max(axis=0, keepdims=True)),
+    "gcd": (lambda x: hw.gcd(hw.astype(4 * x, hw.i8), 6), lambda x: np.gcd((4 * x).astype(np.int8), 6)),
     "logical_xor": (lambda x: (x < 0) ^ (x > -1), lambda x: (x < 0) ^ (x > -1)),
     **{
         kind: (lambda x, of=of: of(hw.astype(4 * x, hw.i8)), lambda x, of=of: of((4 * x).astype(np.int8)))

@@ -83,6 +83,20 @@ def test_powers_of_integers_wrap(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_divisors_and_multiples(dtype: Any) -> None:
+    class Both(torch.nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            return torch.gcd(a, b), torch.lcm(a, b)
+
+    pairs = torch.cartesian_prod(*[torch.tensor([0, 1, 2, 6, 7, 10, -4, -9, 11]).to(dtype)] * 2)
+    a, b = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    made = hostweave.torch.compile(Both(), hw.Mesh(tp=1), {}, (a, b))(a, b)
+    for one, other in zip(made, Both()(a, b), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_gradients_of_quantile_and_frexp() -> None:
     x = torch.tensor([[0.3, -5.0, 2.0, 1.5], [1e-3, 8.0, -0.7, 100.0]], requires_grad=True)
 

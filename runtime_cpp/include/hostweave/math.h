@@ -136,6 +136,16 @@ HW_DEVICE auto remainder(A left, B right) {
   const T b = right;
   return static_cast<T>(rest != 0 && (rest < T(1)) != (b < T(1)) ? rest + b : rest);
 }
+template <class A, class B>
+HW_DEVICE auto gcd(A left, B right) {
+  using T = decltype(left + right);
+  T a = left, b = right;
+  while (b != 0) {
+    const T rest = hw::fmod(a, b);
+    a = b, b = rest;
+  }
+  return static_cast<T>(a < T(1) ? minus(0, a) : a);
+}
 // Float versions with the semantics of NumPy and Python.
 HW_DEVICE float copy_sign(float x, float sign) { return copysignf(x, sign); }
 HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }

@@ -147,6 +147,9 @@ class Functions:
             return x - self.integer(np.trunc, x, x.value / y.value) * y
         return Exact(np.fmod(*values_of(x, y)))
 
+    def gcd(self, x: Any, y: Any) -> Any:
+        return Exact(np.gcd(*values_of(x, y)))
+
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
         """A random function in place of a function that the field lacks. The operand is first mapped into the function's domain."""

@@ -21,7 +21,13 @@ def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
 
 for _name in _SAME_NAME.split():
     _unary(_name, getattr(hw, _name))
-_unary("abs", lambda x: x if x.dtype.kind == "uint" else hw.abs(x))
+
+
+def _abs(x: hw.Tensor) -> hw.Tensor:
+    return x if x.dtype.kind == "uint" else hw.abs(x)
+
+
+_unary("abs", _abs)
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
 _unary("square", lambda x: x * x)
@@ -87,7 +93,8 @@ for _name, _function in {
     **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
 }.items():
     _binary(_name, _function)
-for _name in ("atan2", "hypot"):
+_binary("lcm", lambda a, b: _abs(a // hw.gcd(a, b) * b), "default")
+for _name in ("atan2", "hypot", "gcd"):
     _binary(_name, getattr(hw, _name), "default")
 
 
