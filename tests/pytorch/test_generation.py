@@ -154,6 +154,22 @@ def test_caches_of_the_user() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_module_of_one_token_and_a_cache() -> None:
+    """A former defect: torch adds a range of one element to the length of the cache, which has no dims, and the sum has one dim."""
+    module = model_of("Llama", num_hidden_layers=2)
+    prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
+
+    def inputs() -> dict[str, Any]:
+        cache = transformers.StaticCache(config=module.config, max_cache_len=64)
+        module(input_ids=prompt, cache=cache, use_cache=True)
+        return {"input_ids": token, "cache": cache, "use_cache": True}
+
+    with torch.no_grad():
+        model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
+        torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_refusals() -> None:
     module = model_of("Llama", num_hidden_layers=2)
     ids = torch.ones(1, 4).long()

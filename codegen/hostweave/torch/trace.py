@@ -149,7 +149,9 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
     if isinstance(value, torch.Tensor) and node in graph.uniform:
         return full(Result((value.dtype,), (shape_of(value),), of), graph.uniform[node])
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return full(Result((value.dtype,), (shape_of(value),), of), value.item()) if _takes_tensors(user) else value.item()
+        adds_dims = all(values[other].ndim < value.ndim for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor))
+        is_number = not adds_dims and not _takes_tensors(user)
+        return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
         size = size_of(value)
         return size if isinstance(size, int) or _takes_tensors(user) else _number(size, values)
@@ -165,7 +167,8 @@ def _number(size: str, values: NodeValues) -> hw.Tensor:
 
 
 def _takes_tensors(node: Node) -> bool:
-    """True if it matters to an op whether a tensor of one element has dims. It does not matter to pointwise ops."""
+    """True if it matters to an op whether a tensor of one element has dims. It does not matter to pointwise ops whose result has these dims
+    anyway."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
