@@ -45,7 +45,11 @@ from hostweave.torch.repeats import write_out
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-_SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.default", "_assert_tensor_metadata.default")
+# Ops that return their operand, and checks of values, which a program does not make.
+_WORDS = """
+alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
+"""
+_SAME = _WORDS.split()
 
 
 @dataclass

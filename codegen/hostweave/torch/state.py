@@ -31,7 +31,10 @@ class State:
         of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
         self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
         self._expected = [read(held) for read, held in self._fast]
-        found = [getattr(part, name, None) for path, part in modules.items() for name in self._names[path]]
+        # not getattr, which would call properties: a parametrization such as spectral_norm writes to its buffers
+        found = [
+            self._held[path].get(name, getattr(type(part), name, None)) for path, part in modules.items() for name in self._names[path]
+        ]
         self._contents = [(one, _contents(one), _contents(one).copy()) for one in _containers(found)]
         self._live, self._before = [live for _, live, _ in self._contents], [before for *_, before in self._contents]
         self._classes = list({type(part): None for part in modules.values()})
