@@ -43,6 +43,33 @@ class Spectrum(nn.Module):
 X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
 
 
+class Attention(nn.Module):
+    """Causal attention whose queries are rotated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+
+    def forward(self, x: Any) -> Any:
+        q = self.rotary(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_attention_of_rotated_queries() -> None:
+    """A former defect: attention was decomposed, and its gradient refused."""
+    module = Attention()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (X,), training=True)
+    assert "attention(" in model.program.fusion_ir
+    gradients = []
+    for one in (model, module):
+        made = one(X)
+        made.square().sum().backward()
+        gradients.append((made, module.rotary.project.weight.grad))
+        module.rotary.project.weight.grad = None
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.extra
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rotary_and_transforms(ranks: int) -> None:

@@ -12,12 +12,11 @@ from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.fx import Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
-from hostweave.torch.graph import COMPLEX, location, op_of, refused
+from hostweave.torch.graph import COMPLEX, location, op_of, recorded, refused
 from hostweave.torch.ops import ops
 
 aten = torch.ops.aten
@@ -43,7 +42,7 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
     with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants get the same fake mode
-        made = make_fx(lambda *values: _Pairs(program.graph_module).run(*values), decompositions)(*given)
+        made = recorded(_Pairs(program.graph_module).run, given, decompositions)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
         new.name = new.target = old.name

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
@@ -24,9 +23,8 @@ from hostweave.fusion_ir.frontend.remedies import instead_of
 from hostweave.torch.aten import computed
 from hostweave.torch.aten.table import torch_dtype
 from hostweave.torch.exported import decompositions
-from hostweave.torch.graph import is_known, op_of
+from hostweave.torch.graph import is_known, op_of, recorded
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TORCH = str(Path(torch.__file__).parent)
 _SMOOTH = 48  # these sizes are multiples of it, so that they are divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
@@ -52,12 +50,12 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 raise _refused(name, f"a torch.Tensor of shape {tuple(leaf.shape)} is not a tensor of the fusion; make it an input")
         traced = [leaf for leaf in leaves if isinstance(leaf, hw.Tensor)]
         sizes = _Sizes(name, traced)
-        recorded, returned = _recorded(function, name, leaves, spec, sizes)
-        values: dict[Node, Any] = dict(zip(_nodes(recorded, "placeholder"), traced, strict=True))
-        _expect_table(name, recorded, sizes)
-        for node in _nodes(recorded, "call_function"):
+        graph, returned = _recorded(function, name, leaves, spec, sizes)
+        values: dict[Node, Any] = dict(zip(_nodes(graph, "placeholder"), traced, strict=True))
+        _expect_table(name, graph, sizes)
+        for node in _nodes(graph, "call_function"):
             values[node] = _computed(node, values, sizes, traced[0])
-        (output,) = _nodes(recorded, "output")
+        (output,) = _nodes(graph, "output")
         results = iter(output.args[0])
         return pytree.tree_map_only(torch.Tensor, lambda _: values[next(results)], returned)
 
@@ -116,21 +114,15 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
         returned[:] = [function(*args, **kwargs)]
         return [leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, torch.Tensor)]
 
-    table, missing = dict(decompositions()), {None: None}
     try:
-        while missing:
-            with torch.no_grad():
-                recorded = make_fx(flat, table, pre_dispatch=True)(*blank)
-            unknown = {node.target for node in _nodes(recorded, "call_function") if not is_known(node)} - table.keys()
-            missing = {op: op.decompose for op in unknown if op.has_kernel_for_dispatch_key(_COMPOSITE)}
-            table |= missing
-        return recorded, returned[0]
+        with torch.no_grad():
+            return recorded(flat, blank, decompositions()), returned[0]
     except Exception as error:  # torch raises errors of many kinds
         raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error
 
 
-def _expect_table(name: str, recorded: GraphModule, sizes: _Sizes) -> None:
-    for node in _nodes(recorded, "call_function"):
+def _expect_table(name: str, graph: GraphModule, sizes: _Sizes) -> None:
+    for node in _nodes(graph, "call_function"):
         if not is_known(node):
             raise _refused(name, f"aten.{op_of(node)} has no equivalent in a fusion; {instead_of(name.rpartition('.')[2])}")
         if any(map(sizes.is_number_of, (*node.args, *node.kwargs.values()))) and op_of(node).split(".")[0] not in _TAKE_SIZES:
@@ -144,8 +136,8 @@ def _computed(node: Any, values: Mapping[Node, Any], sizes: _Sizes, anything: hw
     return computed(op_of(node), node, args, kwargs, sizes.shape, anything)
 
 
-def _nodes(recorded: GraphModule, op: str) -> Iterator[Any]:
-    return (node for node in recorded.graph.nodes if node.op == op)
+def _nodes(made: GraphModule, op: str) -> Iterator[Any]:
+    return (node for node in made.graph.nodes if node.op == op)
 
 
 def _refused(name: str, why: str) -> ProgramError:

@@ -17,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
@@ -381,6 +382,18 @@ def _uniform(value: torch.Tensor) -> Any:
 
 def is_known(node: Node) -> bool:
     return node.target is operator.getitem or op_of(node) in TABLE or is_size(node)
+
+
+def recorded(function: Callable[..., Any], given: Sequence[Any], table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
+    """Records the ATen ops of a function. Composite ops, such as attention, are decomposed only if the compiler does not know them."""
+    table, missing = dict(table), {None: None}
+    while missing:
+        made = make_fx(function, table, pre_dispatch=True)(*given)
+        unknown = {node.target for node in made.graph.nodes if node.op == "call_function" and not is_known(node)} - table.keys()
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        missing = {op: op.decompose for op in unknown if op.has_kernel_for_dispatch_key(composite)}
+        table |= missing
+    return made
 
 
 def is_complex(node: Any) -> bool:
