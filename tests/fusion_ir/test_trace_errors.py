@@ -217,7 +217,7 @@ ERRORS = {
         {"x": 'hw.f32["A", "B", "C", "D", "E"]'},
         "4: uniform: f32[A, B, C, D, E] has 5 dims, and 4 are supported; reshape it",
     ),
-    "dropout": ("return hw.dropout(x, 1, seed=1)", {}, "4: dropout: p=1 is not a probability from 0 to below 1"),
+    "dropout": ("return hw.dropout(x, 2, seed=1)", {}, "4: dropout: p=2 is not a probability from 0 to 1"),
     "softmax axis": ("return hw.softmax(x, axis='Q')", {}, "4: softmax: bf16[M, K] has no dim named Q"),
     "log_softmax axis": ("return hw.log_softmax(x, axis=2)", {}, "4: log_softmax: bf16[M, K] has no dim 2: dims go from 0 to 1"),
     "norm axis": ("return hw.rms_norm(x, axis=-3)", {}, "4: rms_norm: bf16[M, K] has no dim -3: dims go from 0 to 1"),
@@ -314,7 +314,7 @@ ERRORS = {
     "attention dropout": (
         "return hw.scaled_dot_product_attention(x, x, x, dropout_p=1.5)",
         {"x": "hw.bf16[4, 'S', 8]"},
-        "4: attention: dropout_p=1.5 is not a probability from 0 to below 1",
+        "4: attention: dropout_p=1.5 is not a probability from 0 to 1",
     ),
     "attention seed": (
         "return hw.scaled_dot_product_attention(x, x, x, dropout_p=0.1)",

@@ -48,6 +48,9 @@ DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "bernoulli": (lambda x: torch.bernoulli(0 * x + 0.25), 0.25, (3 / 16) ** 0.5, 0, 1),
     "bernoulli_": (lambda x: torch.empty_like(x, dtype=torch.int32).bernoulli_(0 * x + 0.25).float(), 0.25, (3 / 16) ** 0.5, 0, 1),
     "random_": (lambda x: torch.empty_like(x).random_(5), 2, 2**0.5, 0, 4),
+    "random_ from 3": (lambda x: torch.empty_like(x).random_(3, 8), 5, 2**0.5, 3, 7),
+    "random_ of bytes": (lambda x: torch.empty_like(x, dtype=torch.uint8).random_().float(), 127.5, 73.9, 0, 255),
+    "rrelu": (lambda x: F.rrelu(torch.full_like(x, -1.0), 0.25, 0.75, training=True), -0.5, 48**-0.5, -0.75, -0.25),
     "normal": (lambda x: torch.normal(2.0, 3.0, (64, 96)) + 0 * x, 2, 3, -16, 20),
     "normal_": (lambda x: torch.empty_like(x).normal_(2, 3), 2, 3, -16, 20),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1, 4 * 12**-0.5, -1, 3),
@@ -134,6 +137,30 @@ def test_attention_drops_weights() -> None:
     torch.testing.assert_close(made.mean(1, keepdim=True), want, rtol=0, atol=0.15)
 
 
+def test_everything_is_dropped() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    model = compiled(lambda q: (F.dropout(q, 1.0), F.scaled_dot_product_attention(q, q, q, dropout_p=1.0)), 1, q)
+    assert not any(one.any() for one in model(q))
+
+
+def test_gradient_of_random_slopes() -> None:
+    weight = nn.Parameter(X.clone())
+    model = hostweave.torch.compile(Sloped(weight).train(), hw.Mesh(tp=2), {"weight": "tp, -"}, (X,), training=True)
+    made = model(X)
+    made.sum().backward()
+    torch.testing.assert_close(weight.grad * weight, made)
+    assert bool((weight.grad[X > 0] == 1).all())
+
+
+class Sloped(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Any) -> Any:
+        return F.rrelu(self.weight + 0 * x, training=True)
+
+
 def test_training_draws_the_same_numbers_in_its_backward_pass() -> None:
     weight = nn.Parameter(torch.ones(64, 96))
 
@@ -160,6 +187,8 @@ def test_other_draws_are_refused() -> None:
         compiled(lambda x: torch.poisson(x + 1))
     with pytest.raises(ProgramError, match="generator"):
         compiled(lambda x: torch.empty_like(x).normal_(generator=torch.Generator()))
+    with pytest.raises(ProgramError, match="another generator"):
+        compiled(lambda x: torch.empty_like(x).random_(4, generator=torch.Generator()))
     with pytest.raises(ProgramError, match="another generator"):
         compiled(lambda x: x + torch.rand(64, 96, generator=torch.Generator()))
     with pytest.raises(ProgramError, match=r"test_random_numbers.py:\d+: forward calls torch.manual_seed"):

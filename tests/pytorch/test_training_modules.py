@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install tran
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from trained_dtensors import Loss  # noqa: E402
@@ -130,6 +131,57 @@ def test_constants_of_equal_elements_are_no_inputs() -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
     assert not compiled._part.graph.bound
     assert "fill(value=" in compiled.program.host_ir
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_parametrizations_are_not_run_by_the_compiler() -> None:
+    """A former defect: the compiler read `weight` once more, and spectral_norm then wrote to its buffers."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 6))).train()
+    want, x = copy.deepcopy(module), torch.randn(4, 16)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"bias": "tp"}, (x,), training=True)
+    for _ in range(2):
+        made, wanted = model(x), want(x)
+        torch.testing.assert_close(made, wanted)
+        made.sum().backward()
+        wanted.sum().backward()
+    for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(of[0].parametrizations.weight.original.grad for of in (module, want)))
+
+
+class Quantized(nn.Module):
+    """A layer that replaces vectors by the nearest of a codebook. Its names are those of attributes of torch's graph modules."""
+
+    counts: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Embedding(12, 16)
+        self.register_buffer("counts", torch.zeros(12, dtype=torch.int64))
+
+    def forward(self, x: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])
+        index = torch.cdist(rows, self.code.weight).argmin(1)
+        chosen = F.one_hot(index, 12)
+        self.counts.add_(chosen.sum(0))
+        near = self.code(index).view_as(x)
+        return x + (near - x).detach(), F.mse_loss(near, x.detach()), chosen
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_codebook() -> None:
+    torch.manual_seed(0)
+    module = Quantized().train()
+    want, x = copy.deepcopy(module), torch.randn(2, 3, 16, requires_grad=True)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"code.weight": "tp, -"}, (x,), training=True)
+    gradients = []
+    for call, of in ((model, module), (want, want)):
+        made, loss, chosen = call(x)
+        (made.square().sum() + loss).backward()
+        gradients.append([made, loss, chosen, x.grad, of.code.weight.grad, of.counts])
+        x.grad = None
+    torch.testing.assert_close(*gradients)
 
 
 class Normed(nn.Module):

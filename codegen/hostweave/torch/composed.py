@@ -426,11 +426,6 @@ def frexp(x: torch.Tensor) -> Any:
     return torch.where(odd, wide, mantissa).to(x.dtype), torch.where(odd, 0, exponent)
 
 
-def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
-    """Only without training: the slope below 0 is then the mean of the random slopes."""
-    return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
-
-
 def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Rule of an op that fills a tensor with a function of random numbers and of the op's parameters."""
 
@@ -443,6 +438,19 @@ def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[...
     return rule
 
 
+_uniform = _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low)
+
+
+def rrelu(
+    x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    """Random slopes for elements that are not positive. Without training, all slopes are their mean."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2), noise
+    slopes = torch.where(x <= 0, _uniform(x, lower, upper, generator=generator), 1.0)
+    return x * slopes, slopes
+
+
 def _normal(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> torch.Tensor:
     return _filled(torch.randn_like, lambda z: z * std + mean)(like, generator=generator)
 
@@ -453,11 +461,10 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
 
 # Ops that fill a tensor with random numbers, such as x.exponential_().
 _DRAWN: dict[Any, Callable[..., Any]] = {
-    aten.uniform.default: _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low),
+    aten.uniform.default: _uniform,
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
     aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
     aten.bernoulli.Tensor: _filled(torch.rand_like, torch.lt),
-    aten.random.to: _filled(lambda x: x, lambda x, high: torch.randint_like(x, high)),
     aten.normal.float_float: _normal_of_size,
     aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
     aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),

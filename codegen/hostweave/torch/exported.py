@@ -20,8 +20,8 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
-from torch.fx import Graph, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -73,10 +73,12 @@ def exported(
             with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
             patch.object(torch, "manual_seed", _refuse_seed),
+            patch.object(torch.Tensor, "random_", _randomize),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             _without_logs(),
             without_code(),
+            _without_property_of_code(),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
@@ -114,9 +116,31 @@ def without_code() -> AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
+@contextmanager
+def _without_property_of_code() -> Iterator[None]:
+    """Removes the property `code` of torch's graph modules, because it hides a user's submodule, parameter or buffer with this name."""
+    removed = [(of, of.code) for of in (GraphModule, _LazyGraphModule)]
+    try:
+        for of, _ in removed:
+            del of.code
+        yield
+    finally:
+        for of, code in removed:
+            of.code = code  # type: ignore[method-assign]
+
+
 def _refuse_seed(*_: Any) -> None:
     why = "forward calls torch.manual_seed, which only its tracing would do"
     raise ProgramError(f"{why}; call it before the module, which draws its seeds from torch's generator", Location.of_caller(_TORCH))
+
+
+def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:
+    """torch.Tensor.random_, by randint_like. torch cannot print the op random.from."""
+    if generator is not None:
+        raise ProgramError("random numbers of another generator are not supported; omit generator=")
+    largest = 2 / torch.finfo(x.dtype).eps if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+    given = [one for one in (*bounds, to) if one is not None] or [int(largest) + 1]
+    return x.copy_(torch.randint_like(x, *given))
 
 
 @contextmanager

@@ -346,13 +346,13 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
 
 
 def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
-    return hw.where(_drawn(x, counter, seed, draw) >= p, x * (1 / (1 - p)), 0.0)
+    return hw.where(_drawn(x, counter, seed, draw) >= p, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
 @_called("dropout")
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is at least 0
-    and less than 1.
+    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. The result has the shape and dtype of x. p is from 0
+    to 1.
 
     A backward pass uses the same seed and draw to drop the same elements (Srivastava et al., "Dropout", 2014).
 
@@ -365,8 +365,8 @@ def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> 
 
 
 def _check_probability(name: str, p: float) -> None:
-    if not 0 <= p < 1:
-        raise ProgramError.here(f"{name}={p!r} is not a probability from 0 to below 1")
+    if not 0 <= p <= 1:
+        raise ProgramError.here(f"{name}={p!r} is not a probability from 0 to 1")
 
 
 if not TYPE_CHECKING:

@@ -41,7 +41,7 @@ def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none"
 
 @aten("hostweave.dropout.default")
 def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tensor:
-    return full(result, 0) if p >= 1 else _as_drawn(x, lambda flat: hw.dropout(flat, p, seed))
+    return _as_drawn(x, lambda flat: hw.dropout(flat, p, seed))
 
 
 def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
