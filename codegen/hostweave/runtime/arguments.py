@@ -50,7 +50,7 @@ def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Returns the library of an array, and the array in the form that this library's methods take. Copies only if necessary.
+    """Returns the ArrayLibrary of an array, and the array in the form that its methods take. Copies only if necessary.
 
     Raises ArgumentError if the value is not an array, has another dtype or number of dims, or is not on a device of the target. The message
     names the program and the parameter.

@@ -47,7 +47,7 @@ class FallibleGroup:
     def __init__(self, name: str, rank: int, count: int, call_timeout: float):
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
         self.exchange = Exchange(rank, count)
-        self.members: dict[str, Any] = {}  # target -> this rank on its device
+        self.members: dict[str, Any] = {}  # target -> native object for this rank's device
         self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()  # programs called in this group
         self.compared_calls = 0  # number of calls whose sizes the ranks compare
         self.closed = False
@@ -57,7 +57,7 @@ class FallibleGroup:
         self._calls = 0  # number of calls that this rank has made; all ranks make the same calls
         self._waits_at_barrier = False  # True while this rank waits at the barrier for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # keyed by the number from `number`
+        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # keyed by the result of `number`
 
     @property
     def failure(self) -> str | None:
@@ -151,18 +151,19 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program. Other ranks refer to these sizes by it."""
+        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks that this rank joins the next exchange. `sizes` are those of a call that it compares."""
+        """Tells the watchdogs of the other ranks that this rank joins the next exchange. If it compares the sizes of a call, `sizes` has
+        them."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message that this rank has begun a call, but another rank still waits for it in an exchange before that call. None otherwise."""
+        """Message that another rank waits in an exchange, but this rank has skipped it and begun the next call. None otherwise."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

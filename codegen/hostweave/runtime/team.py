@@ -188,7 +188,7 @@ class Team:
 
 @contextmanager
 def team_of(target: Target, size: int) -> Iterator[Team]:
-    """Team of `size` ranks for programs of a target. Only the current thread may use it. If it breaks, it is closed."""
+    """Team of `size` ranks for programs of a target. Only the current thread may use it. A team that breaks is closed."""
     key = target.name, size
     with acquired(_run_lock), native_calls:
         team = _teams[key] = _teams.get(key) or Team(size)
@@ -207,7 +207,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # its frames may keep device memory of a program alive
+        del work  # a reference to it may keep device memory of a program alive
 
 
 def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:

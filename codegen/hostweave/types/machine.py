@@ -96,7 +96,7 @@ class Machine:
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
-        """The link with this `by`, measured with the number of ranks closest to `ranks`. In a tie, the larger number wins."""
+        """The link of kind `by` whose number of ranks is closest to `ranks`. In a tie, the larger number wins."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
 
     def without(self, transport: str, why: str) -> Machine:

@@ -1,4 +1,5 @@
-"""Runs a host program on all ranks in one process, in lanes. Ranks that reach an instruction with equal layouts execute it together.
+"""Runs a host program on all ranks in one process. All random inputs are computed at once, as lanes of the arrays (see lanes.py). Ranks
+that reach an instruction with equal layouts execute it together.
 
 A rank runs until it must wait for another rank. The rank with the fewest executed operations runs next, together with all ranks at the same
 instruction.
@@ -41,7 +42,7 @@ class FieldRanks:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
-        # for a tuple of senders: the data that they deliver, already reduced if the collective reduces
+        # senders -> the data that they deliver, already reduced if the collective reduces
         self.delivered: dict[tuple[Operation, ...], list[Lanes]] = {}
         self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that it reads
         self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
@@ -211,7 +212,7 @@ class FieldRanks:
             self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
     def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Copies between the memory of this rank and its peer, and sends the signal."""
+        """Executes puts, gets and signals: copies between the memory of this rank and its peer, and posts the signal."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -336,7 +337,8 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer on all ranks. Each part is an array [rank, lane, element]. Unwritten elements are arbitrary, and their shadows are NaN."""
+    """A buffer on all ranks. Each part is an array [rank, lane, element]. The value of an unwritten float is NaN, and that of an unwritten
+    integer is 85."""
 
     def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
@@ -354,7 +356,7 @@ class FieldBuffer:
             part[ranks, :, : block.size] = new.reshape(len(new), -1)
 
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
-        """The memory with one layout, at the same offset on these ranks."""
+        """View of the memory of these ranks, with the same layout and offset on each."""
         if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
             return Views([self.view([rank], offset, layout) for rank in ranks])
         key = ranks[0], len(ranks), offset, layout.shape, layout.strides
@@ -382,7 +384,7 @@ class FieldView:
         return self.array.lanes
 
     def read(self) -> Lanes:
-        """The array. It is not a copy if the memory is one array."""
+        """The array. Copies only if the ranks use memory at different offsets."""
         return self.array
 
     def fill(self, value: Lanes) -> None:

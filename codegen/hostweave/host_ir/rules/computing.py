@@ -141,7 +141,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """Checks an epilogue: allows only those that cuBLASLt supports for every size."""
+    """Checks that cuBLASLt supports the epilogue for every size."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("at most one buffer and one bias can be added: add the others before")
