@@ -57,6 +57,12 @@ ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream its record
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
+# Programs with the forks and joins of another program, which runs by default.
+SIMILAR = ("add", "allreduce", "allreduce_rows", "epilogues", "matmul_m", "matmul_n", "matmul_ar_flat", "reduce_scatter", "two_loops")
+SIMILAR += ("ag_matmul", "ag_matmul_beside_sums", "ag_matmul_flat", "ag_matmul_flat_across", "ag_matmul_flat_chunked")
+SIMILAR += ("matmul_rs_through_bcast",)
+
+
 def table(variant: Variant, names: tuple[str, ...]) -> list[ParameterSet]:
     return rows_of(variant, {name: fusion_of(name, variant.ranks, variant.chunks, hw.bf16) for name in names})
 
@@ -66,7 +72,8 @@ def rows_of(variant: Variant, fusions: Mapping[str, Fusion]) -> list[ParameterSe
     for name, fusion in fusions.items():
         for dropped, mutant in mutants(lower(fusion, Options(streams=variant.streams))):
             if TURNS not in dropped:
-                rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}"))
+                slow = [pytest.mark.slow] if name in SIMILAR else []
+                rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}", marks=slow))
     return rows
 
 
