@@ -18,7 +18,8 @@ MAX_TERMS = 8  # with fewer terms, a kernel has each as a separate operand
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit` sums terms into a buffer. The last term may be a stack of terms along its outermost dim."""
+    """A reduction, such as `sum`. `emit` sums terms into a buffer. The last buffer may hold several terms, stacked along its outermost
+    dim."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]
@@ -79,8 +80,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already in rank order. If `block` is None, the ranks
-    become a separate dim."""
+    """View of `full` with the rank as its outermost dim, or `full` if its blocks are already in rank order. If `block` is None, the rank is
+    an additional dim."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

@@ -28,7 +28,7 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """Communication of one loop. The owner of the block in `steps` is known only inside the loop."""
+    """Communication of one loop. `steps` has an owner only inside the loop."""
 
     needs_count = True
 

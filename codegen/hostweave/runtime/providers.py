@@ -331,7 +331,7 @@ def default_provider() -> Provider:
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit. Waits before, so that slower ranks can read the last records."""
+    """Closes this process's stores at exit. First waits a few seconds, so that slower ranks can read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
