@@ -82,7 +82,14 @@ class KernelFacts:
 
         dims = tuple(letters[dim] for dim in self.ir.dims)
         walks = tuple(tuple(values[op.result.name] for op in walk.reductions) for walk in self.ir.walks)
-        chosen = (self.ir.distribution, self.ir.threads, self.ir.width, self.ir.index, *(values[name] for name in self.ir.held))
+        chosen = (
+            self.ir.distribution,
+            self.ir.threads,
+            self.ir.blocks,
+            self.ir.width,
+            self.ir.index,
+            *(values[name] for name in self.ir.held),
+        )
         lanes = tuple((values[name], lane, of(self.types[name].shape[lane])) for name, lane in self.walked.lanes.items())
         return (
             tuple(map(of_op, self.ir.kernel.ops)),

@@ -32,7 +32,7 @@ class Templates:
 
 _OF_ROW = Templates(
     loop="for (int64_t {element} : {row}.of({count}))",
-    grid="hw::Grid{{{count}, {threads}}}",
+    grid="hw::Grid{{{clusters}, {threads}{cluster}}}",
     inner="#pragma unroll Row::kEach\nfor (const hw::Chunk {index} : {row})",
     reduce="{row}.reduce",
     leader_if="{row}.first_thread()",
@@ -115,6 +115,8 @@ class LoopPrinter:
         return pattern.format(
             element=self.element,
             count=size(loops.count),
+            clusters=size(loops.count, Size(loops.blocks)),
+            cluster=f", {loops.blocks}" if loops.blocks > 1 else "",
             lanes=self.integers.first_factor(loops.count.replaced(named)),
             number=number,
             walk=walk and f"<{walk}>",
@@ -186,7 +188,8 @@ class LoopPrinter:
                 ("", "hw::Width<1>(), int64_t()"),
             ]
         if self.row and loops.threads:
-            rows = [f"hw::Row<{length}, {loops.threads}, {width}>()" for width in (loops.width, 1)]
+            blocks = f", {loops.blocks}" if loops.blocks > 1 else ""
+            rows = [f"hw::Row<{length}, {loops.threads}, {width}{blocks}>()" for width in (loops.width, 1)]
             return [(is_wide, rows[0]), ("", rows[1])]
         if self.row:
             held = f"hw::RowUpTo<{loops.width}>"

@@ -11,6 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
+If the kernel all-reduces, latency bounds it, so each thread makes one access. The blocks of a cluster then share a long row.
+
 A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
 it is computed.
 """
@@ -31,6 +33,7 @@ ROW_THREADS = 512  # largest number of threads that share a row of known length
 MANY_THREADS = 1024  # the same limit if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # threads that together read 128 bytes: the preferred minimum
+BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # blocks of a cluster that shares a row of an all-reduce, and their largest number of threads
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
@@ -58,7 +61,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
     again, late = [name for name, count in times.items() if count > 1], list[str]()
     for one in (name for names in reads[1:] for name in names if times[name] == 1 and prefetches):
         of_rows = int(loops.along.size) * sum(loops.memory[name].dtype.itemsize for name in (*late, one))
-        late += [one] if of_rows <= LATE_BYTES else []
+        late += [one] if of_rows <= LATE_BYTES or loops.sums_terms else []
     yield from ((*again, *late, *values), (*again, *values))
 
 
@@ -108,6 +111,9 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
+    blocks = [n for n in BLOCKS if loops.sums_terms and count % (n * WARP) == 0 and WARP < count // n <= TERM_THREADS]
+    if blocks:
+        return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
     if count and (threads := _threads_of_row(count, accesses, most)):
         return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops

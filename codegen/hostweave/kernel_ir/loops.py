@@ -93,6 +93,7 @@ class Loops:
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
     threads: int = 0  # threads of a block, or threads that share a row of known length; 0: any number
+    blocks: int = 1  # blocks of a cluster that share a row of known length
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
@@ -116,6 +117,11 @@ class Loops:
     @property
     def takes_lanes(self) -> bool:
         return any(OPS[op.kind].lane for op in self.kernel.ops)
+
+    @property
+    def sums_terms(self) -> bool:
+        """True if the kernel all-reduces a term."""
+        return any(op.kind == "all_reduce" for op in self.kernel.ops)
 
     @property
     def updates(self) -> bool:
@@ -261,7 +267,8 @@ class Loops:
             reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
         if self.distribution:
-            yield f"distribute: {self.distribution}" + (f", {self.threads} threads" if self.threads else "")
+            blocks = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
+            yield f"distribute: {self.distribution}" + (f", {self.threads} threads{blocks}" if self.threads else "")
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"
         if hoisted := [name for name in self.outside if name not in self.inputs]:

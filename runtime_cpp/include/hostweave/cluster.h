@@ -22,7 +22,21 @@ struct Cluster {
   // Barrier for all threads of the cluster. Makes their writes to any memory visible to each other.
   __device__ static void meet() {
     if (size() == 1) return __syncthreads();
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    wait();
+  }
+  // A barrier in two parts that publishes no writes, and so does not wait for them.
+  __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+  __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+  // Writes the corresponding shared memory element of another block.
+  template <class T>
+  __device__ static void give(int rank, const T& here, T value) {
+    static_assert(sizeof(T) == 4);
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(there)
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(__builtin_bit_cast(unsigned, value)) : "memory");
   }
   // Corresponding shared memory element of another block.
   template <class T>

@@ -1,6 +1,7 @@
 // Distributions of a reduced row over threads. Kernels are templates over them: hw::Row for known lengths, hw::RowUpTo for rows
 // that threads can hold in registers, and hw::LongRow for longer ones.
 #pragma once
+#include "hostweave/cluster.h"
 #include "hostweave/kernel.h"
 
 namespace hw {
@@ -48,7 +49,7 @@ struct RecomputedRow {
 
 // Threads that share a row: kThreads adjacent lanes of a warp, or a block if kThreads exceeds a warp or is 0 (any number).
 #ifdef __CUDACC__
-template <int kThreads>
+template <int kThreads, int kBlocks = 1>
 struct ThreadGroup {
   static constexpr int kCount = kThreads;
   static constexpr int kLanes = kThreads > 32 ? 0 : kThreads;
@@ -81,8 +82,36 @@ struct ThreadGroup {
     }
   }
 };
+#if __CUDA_ARCH__ >= 900
+// The blocks of a cluster share a row.
+template <int kThreads, int kBlocks>
+  requires(kBlocks > 1)
+struct ThreadGroup<kThreads, kBlocks> {
+  static constexpr int kCount = kThreads * kBlocks;
+
+  mutable int reduced = 0;  // number of calls of reduce
+
+  __device__ ThreadGroup() { Cluster::arrive(); }
+  static __device__ int thread() { return Cluster::rank() * kThreads + threadIdx.x; }
+  static __device__ int threads() { return kCount; }
+  static __device__ bool first_thread() { return thread() == 0; }
+  static __device__ Walk<int64_t> of(int64_t n) { return {blockIdx.x / kBlocks, n, gridDim.x / kBlocks}; }
+  template <class T, class ReduceOp>
+  __device__ T reduce(T value, ReduceOp reduce_op) const {
+    __shared__ T partial[2][kBlocks];  // used alternately: a block may be one call ahead of those that still read
+    T* const parts = partial[reduced % 2];
+    value = reduce_block<kThreads>(value, reduce_op);
+    if (reduced++ == 0) Cluster::wait();  // until all blocks have started
+    if (threadIdx.x < kBlocks) Cluster::give(threadIdx.x, parts[Cluster::rank()], value);
+    Cluster::meet();
+    value = parts[0];
+    for (int block = 1; block < kBlocks; ++block) value = reduce_op(value, parts[block]);
+    return value;
+  }
+};
+#endif
 #else
-template <int>
+template <int, int = 1>
 struct ThreadGroup {
   static constexpr int kCount = 1;
 
@@ -97,11 +126,11 @@ struct ThreadGroup {
 };
 #endif
 
-// A row of kElements, over which each of kThreads threads makes the same number of accesses of kWidth elements.
-template <int kElements, int kThreads, int kNeighbours>
-struct Row : ThreadGroup<kThreads> {
+// A row of kElements, over which each of kThreads threads of kBlocks blocks makes the same number of accesses of kWidth elements.
+template <int kElements, int kThreads, int kNeighbours, int kBlocks = 1>
+struct Row : ThreadGroup<kThreads, kBlocks> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = kElements / (ThreadGroup<kThreads>::kCount * kWidth);
+  static constexpr int kEach = kElements / (ThreadGroup<kThreads, kBlocks>::kCount * kWidth);
 
   HW_DEVICE int first(int number) const { return (number * this->threads() + this->thread()) * kWidth; }
   HW_DEVICE bool has(const Chunk& j) const { return j.number < kEach; }

@@ -51,7 +51,7 @@ void abort_exchanges(ncclComm_t comm);
 template <class T, int kRanks, class... Params, class... Args>
 cudaError_t launch_all_reduce(void (*kernel)(Terms<T, kRanks>, Params...), Grid grid, cudaStream_t stream,
                               const TermExchange& exchange, const T* own, int64_t count, const Args&... args) {
-  grid.blocks = smaller(grid.blocks, exchange.most_blocks());
+  grid.blocks = smaller(grid.blocks, clamped(exchange.most_blocks() / grid.cluster, 1, kMaxBlocks) * grid.cluster);
   return launch_pdl(kernel, grid, stream, exchange.terms<T, kRanks>(own, count, stream), args...);
 }
 

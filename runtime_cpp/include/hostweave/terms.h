@@ -65,21 +65,22 @@ struct Terms {
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
   // Sends this rank's term, and increments the exchange number when all blocks have read it. Loads are issued before stores to
-  // overlap their latencies.
+  // overlap their latencies. A block sends adjacent packets: if rows are divided evenly, those of the rows that it reads later.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
-    const int64_t step = int64_t{gridDim.x} * blockDim.x;
+    const int64_t all = (count + kPart - 1) / kPart, each = (all + gridDim.x - 1) / gridDim.x, step = blockDim.x;
+    const int64_t end = (blockIdx.x + 1) * each < all ? (blockIdx.x + 1) * each : all;
     constexpr int kAtOnce = 8;
-    for (int64_t from = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; from * kPart < count; from += kAtOnce * step) {
+    for (int64_t from = blockIdx.x * each + threadIdx.x; from < end; from += kAtOnce * step) {
       uint2 parts[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if ((from + n * step) * kPart < count) parts[n] = part(from + n * step);
+        if (from + n * step < end) parts[n] = part(from + n * step);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if ((from + n * step) * kPart >= count) break;
+        if (from + n * step >= end) break;
 #pragma unroll
         for (int peer = 0; peer < kRanks; ++peer) {
           if (peer == exchange.rank) continue;
@@ -198,10 +199,13 @@ struct RequestedTerms {
   static constexpr int kPart = Terms<T, kRanks>::kPart, kMany = kCount > kPart ? kCount / kPart : 1;
   static_assert(kMany * kPart == kCount || kPart % kCount == 0);
   Packet packets[kRanks][kMany];
+  Values<T, kCount> own;
 
   HW_DEVICE void ask(const TermsAt<T, kRanks>& place) {
     at = place;
-    if (!at.terms->gathered) at.terms->look(at.first / kPart, packets);
+    if (at.terms->gathered) return;
+    own = hw::load<kCount>(at.terms->own + at.first);
+    at.terms->look(at.first / kPart, packets);
   }
 #else
   HW_DEVICE void ask(const TermsAt<T, kRanks>& place) { at = place; }
@@ -228,7 +232,6 @@ struct RequestedTerms {
  private:
 #ifdef __CUDACC__
   HW_DEVICE void take(Values<T, kCount> (&each)[kRanks]) {
-    const Values<T, kCount> own = hw::load<kCount>(at.terms->own + at.first);
     at.terms->wait(at.first / kPart, packets);
     const int within = kCount < kPart ? static_cast<int>(at.first % kPart) : 0;
 #pragma unroll

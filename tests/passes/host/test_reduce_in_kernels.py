@@ -46,3 +46,24 @@ def test_a_small_one_goes_into_its_consumer() -> None:
 )
 def test_others_stay(rows: int, options: hw.Options) -> None:
     assert changes(reduce_in_kernels, reduced(rows), options) == ""
+
+
+@pytest.mark.parametrize(
+    ("width", "row", "grid"),
+    [
+        (8192, "hw::Row<8192, 256, 8, 4>", "hw::Grid{4 * T, 256, 4}"),
+        (7168, "hw::Row<7168, 224, 8, 4>", "hw::Grid{4 * T, 224, 4}"),
+        (2048, "hw::Row<2048, 256, 8>", "hw::Grid{T, 256}"),
+        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # no number of blocks divides the row
+    ],
+)
+def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: str) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), p=hw.bf16["2@x", "T", width], w=hw.bf16[width], q=hw.bf16["T", width])
+    def normed(p: Any, w: Any, q: Any) -> Any:
+        return hw.rms_norm(hw.sum(p, 0), w) * q
+
+    sources = hw.compile(normed, target="cuda", options=hw.Options(machine=H200)).sources
+    kernel = sources["kernels.cu"].split("_of_terms(")[1]
+    assert f"compute({row}())" in kernel
+    assert grid in sources["program.cpp"]
+    assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # no load waits for the reduction
