@@ -149,6 +149,17 @@ def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, hel
     assert text.index(f"{held[-1]} = row.load(") < text.index("row.reduce(")
 
 
+def test_a_row_that_all_iterations_share_is_loaded_once_beside_computed_values() -> None:
+    @hw.fusion(x=hw.bf16["M", 4096], w=hw.bf16[4096])
+    def quantized(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.quantize(hw.rms_norm(x, w), "row")
+
+    sources = hw.compile(quantized, target="cuda").sources
+    text = sources["kernels.cu"]
+    assert text.index("w_j = row.load(w)") < text.index("row.of(M)") < text.index("x_ij = row.load(x")
+    assert "hw::ResidentGrid{M, 128}" in sources["program.cpp"]
+
+
 @pytest.mark.parametrize(
     ("length", "dtype", "threads"),
     [(32, hw.bf16, 4), (64, hw.bf16, 8), (96, hw.bf16, 4), (128, hw.bf16, 8), (768, hw.bf16, 32), (1024, hw.bf16, 32), (128, hw.f32, 8)],

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "norm_of_heads": (lambda x: hw.rms_norm(x), {"x": hw.bf16["M", 32, 128]}),
     "transposed": (lambda x: hw.permute_dims(x, (1, 0)) * 2, {"x": hw.bf16["M", 4096]}),
     "softmax": (lambda x: hw.softmax(x), {"x": hw.f32["M", "N"]}),
+    "quantized_norm": (lambda x, w: hw.quantize(hw.rms_norm(x, w), "row"), {"x": hw.bf16["M", 4096], "w": hw.bf16[4096]}),
     "quantized_swiglu": (lambda x, y: hw.quantize(hw.silu(x) * y, "row"), {"x": hw.bf16["M", 14336], "y": hw.bf16["M", 14336]}),
     "softmax_of_few": (lambda x: hw.softmax(x), {"x": hw.f32["M", 8]}),
     "column_sum": (lambda x: hw.sum(x, 0), {"x": hw.bf16["M", 4096]}),

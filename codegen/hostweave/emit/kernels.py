@@ -51,10 +51,11 @@ class EmittedKernel:
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.ir.packed]
         self.variants = tuple(of.loops.variants(packed))
         held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # terms of other ranks are loaded last
-        rows = ((of.elements(name), of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
-        kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
-        # Declarations of decomposed indices, and of rows that threads keep in registers.
-        self.indices = (*before, *of.loops.declarations(), *kept_rows)
+        rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
+        loads = {name: f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows}
+        # Declarations of rows that threads keep in registers for the whole kernel, of decomposed indices, and of the other held rows.
+        self.once = tuple(loads.pop(name) for name in of.ir.once)
+        self.indices = (*before, *of.loops.declarations(), *loads.values())
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # The parameter whose terms come from several ranks; the kernel all-reduces them.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")

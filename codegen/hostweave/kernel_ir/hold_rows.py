@@ -14,7 +14,8 @@ becomes
 If the kernel all-reduces, latency bounds it, so each thread makes one access. The blocks of a cluster then share a long row.
 
 A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
-it is computed.
+it is computed. Such a kernel has only as many blocks as run at once. A block then loads a row that all iterations share, such as a weight,
+only once.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, Loops, Walk
+from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, ZERO, Loops, Walk
 from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
@@ -115,7 +116,9 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     if blocks:
         return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
     if count and (threads := _threads_of_row(count, accesses, most)):
-        return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held)
+        kept = (name for name in held if name in loops.memory and all(loops.stride(name, dim) == ZERO for dim in loops.kept))
+        once = tuple(kept) if threads > WARP and most == MANY_THREADS and not loops.sums_terms else ()
+        return replace(loops, distribution=BY_ROW if threads > WARP else BY_SHORT_ROW, threads=threads, held=held, once=once)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
 
 

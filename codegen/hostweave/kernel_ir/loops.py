@@ -98,6 +98,7 @@ class Loops:
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values of which threads hold rows in registers
+    once: tuple[str, ...] = ()  # held inputs of which all iterations read the same row, which a block loads once
     index: str = "int64_t"  # C++ type of linear element indices; `Index` is 32 bits if the elements fit
 
     # --- facts of the ops ---
@@ -276,7 +277,7 @@ class Loops:
         if self.prepared:
             yield f"prepare {_listed(self.prepared)}"
         if self.held:
-            yield f"hold {_listed(self.held)}"
+            yield f"hold {_listed(self.held)}" + (f"; load {_listed(self.once)} once" if self.once else "")
         if self.index != "int64_t":
             yield f"number elements by {self.index}"
 

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <map>
+#include <mutex>
 
 #include "hostweave/index.h"
 #include "hostweave/threads.h"
@@ -29,10 +31,15 @@ namespace hw {
 
 struct Grid {
   int64_t blocks;
-  int threads;           // per block
-  int cluster = 1;       // blocks per cluster; ignored on devices without clusters
-  bool at_once = false;  // cooperative launch, with at most one block per multiprocessor
-  int shared = 0;        // bytes of dynamic shared memory
+  int threads;            // per block
+  int cluster = 1;        // blocks per cluster; ignored on devices without clusters
+  bool at_once = false;   // cooperative launch, with at most one block per multiprocessor
+  int shared = 0;         // bytes of dynamic shared memory
+  bool resident = false;  // at most as many blocks as run at once, each of which loops over rows
+};
+
+struct ResidentGrid : Grid {
+  constexpr ResidentGrid(int64_t blocks, int threads) : Grid{.blocks = blocks, .threads = threads, .resident = true} {}
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
@@ -264,12 +271,26 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
+// Number of blocks of a kernel that run at once. Asking CUDA takes about as long as a launch, so it is asked once.
+inline int64_t resident_blocks(const void* function, int threads) {
+  static std::mutex mutex;
+  static std::map<const void*, int64_t> known;
+  const std::lock_guard lock(mutex);
+  int64_t& blocks = known[function];
+  int each = 1;
+  if (blocks == 0 && cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, function, threads, 0) == cudaSuccess) {
+    blocks = each * multiprocessors();
+  }
+  return blocks;
+}
+
 // Programmatic dependent launch.
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
+  if (grid.resident) grid.blocks = smaller(grid.blocks, resident_blocks(function, grid.threads));
   const bool waits = waits_for_stream(function);
   const unsigned cluster = waits ? grid.cluster : 1;  // both need compute capability 9.0
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
