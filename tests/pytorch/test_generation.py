@@ -157,7 +157,7 @@ def test_caches_of_the_user() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_a_module_of_one_token_and_a_cache() -> None:
     """A former defect: torch adds a range of one element to the length of the cache, which has no dims, and the sum has one dim."""
-    module = model_of("Llama", num_hidden_layers=2)
+    module = model_of("Llama", num_hidden_layers=3)
     prompt, token = torch.randint(3, VOCABULARY, (2, 6)), torch.randint(3, VOCABULARY, (2, 1))
 
     def inputs() -> dict[str, Any]:
@@ -168,6 +168,7 @@ def test_a_module_of_one_token_and_a_cache() -> None:
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
+    assert "repeat" in model.program.fusion_ir  # a former defect: the names of new values of the cache counted by 3, not by 1
 
 
 def test_refusals() -> None:

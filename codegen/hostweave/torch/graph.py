@@ -139,9 +139,10 @@ class Graph:
 
     @cached_property
     def keys(self) -> dict[Node, str]:
-        """Values that the module returns under a key such as `loss`, with their keys."""
+        """Values that the module returns under a key such as `loss`, with their keys. A written argument names its new value."""
         named = list(zip(self.of_module, _keys_in(self.spec) if self.spec else (), strict=False))
-        return {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
+        made = {node: name_of(key) for node, key in reversed(named) if isinstance(node, Node) and key and not key[0].isdigit()}
+        return made | {value: f"new_{self.names[node]}" for node, value in self.written.items() if value in made}
 
     @property
     def donated(self) -> dict[str, int]:
