@@ -24,19 +24,21 @@ def peak(program: hw.Program) -> int:
     return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
 
 
-def size(parameters: list[Parameter]) -> int:
-    return sum(prod(map(int, one.type.shape)) * one.type.dtype.itemsize for one in parameters)
+def size(parameters: list[Parameter], mesh: hw.Mesh) -> int:
+    """Bytes on one rank."""
+    return sum(prod(map(int, one.type.local_shape(mesh))) * one.type.dtype.itemsize for one in parameters)
 
 
 @pytest.mark.slow  # three programs of a model
-def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state(ranks: int) -> None:
     """In a step, a layer saves no more values than in a separate forward pass, because the backward pass recomputes the rest."""
-    module, inputs, plan = training_model("llama", 1)
-    mesh = hw.Mesh(tp=1)
+    module, inputs, plan = training_model("llama", ranks)
+    mesh = hw.Mesh(tp=ranks)
     step = hostweave.torch.compile(module, mesh, plan, inputs, optimizer=torch.optim.AdamW(module.parameters()))
     apart = hostweave.torch.compile(copy.deepcopy(module), mesh, plan, inputs, training=True)
-    saved = size([one for one in apart.program.host.results[2:] if not one.memory])
-    gradients = size(list(apart.backward.host.results))
+    saved = size([one for one in apart.program.host.results[2:] if not one.memory], mesh)
+    gradients = size(list(apart.backward.host.results), mesh)
     of_both = max(peak(apart.program) + saved, peak(apart.backward) + saved + gradients)
     assert saved > 0
     assert all(one.memory for one in step.program.host.results[2:])  # parameters and state are updated in place
