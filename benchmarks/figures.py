@@ -25,6 +25,8 @@ PARTS: dict[str, Sequence[str]] = {
     "layer": ("sequence_parallel.py",),
     "sharded weights": ("fsdp.py",),
     "training": ("torch_door.py", "backward", "step", "fsdp"),
+    "training of Llama on one GPU": ("torch_training.py",),
+    "training of GPT-2": ("torch_training.py", "--model", "gpt2"),
     "all-reduce": ("small_all_reduce.py",),
     "decode of 70B": ("decode.py", "70B"),
     "decode of 8B": ("decode.py", "8B"),

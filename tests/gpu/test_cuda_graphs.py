@@ -463,7 +463,7 @@ def test_a_first_call_in_a_capture_says_so() -> None:
         mine, program = Rank(rank, 1), mlp_on(1)
         want = mine.fill(0)
         graph = torch.cuda.CUDAGraph()
-        message = "this is the first call; call the program once before"
+        message = "this is the first call; make one call before"
         with pytest.raises(CaptureError, match=message), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             program(mine.x, *mine.weights)
         expect(program(mine.x, *mine.weights), want)

@@ -238,7 +238,8 @@ def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
     """If a rank is stopped, `call_timeout` applies, even if the store is in that rank's process."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
-    port, limit, count = free_port(), 3, place.killed
+    port, count = free_port(), place.killed
+    limit = 3 if place.target == "cpu" else 10  # NCCL connects in the first call, which takes over 3 s on a busy machine
     places = [as_rank(rank, count, port) | {"CALL_TIMEOUT": str(limit)} for rank in range(count)]
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(count):
