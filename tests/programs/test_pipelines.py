@@ -249,6 +249,6 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, verifies_calls=False, windows=Windows())
     nothing = BoundInputs(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: the size M is missing; pass its global value$"):
-        arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))
-    taken = arguments.take(nothing, local(2), None, None, {"M": 6})
+        arguments.global_shapes(arguments.check_call(nothing, local(2), None, None, None))
+    taken = arguments.check_call(nothing, local(2), None, None, {"M": 6})
     assert (taken.shapes, arguments.global_shapes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))
