@@ -37,10 +37,7 @@ class Exchange:
     This base class is for ranks that cannot exchange messages. It assumes that all ranks contribute the same record.
     """
 
-    @property
-    def blocks_on_failure(self) -> bool:
-        """True if `failure` returns as soon as some rank reports a failure. False if it polls or only sleeps."""
-        return False
+    blocks_on_failure = False  # True if `failure` returns as soon as some rank reports a failure; False if it polls or only sleeps
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
@@ -87,10 +84,7 @@ class StoreExchange(Exchange):
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
         self._store, self._prefix = store, prefix
-
-    @property
-    def blocks_on_failure(self) -> bool:
-        return isinstance(self._store, TcpStore | MemoryStore)
+        self.blocks_on_failure = isinstance(store, TcpStore | MemoryStore)
 
     def last_wills(self) -> dict[str, str]:
         """Values that the store sets if the process of this rank ends without calling `leave`."""
@@ -170,10 +164,9 @@ class StoreExchange(Exchange):
             pause = min(2 * pause, 0.02)
 
     def _record(self, key: str, timeout: float) -> str | None:
-        try:
-            number, record = self._store.get(f"{self._prefix}/{key}", timeout).decode().split(" ", 1)
-        except TimeoutError:
+        if (text := self._peek(key, timeout)) is None:
             return None
+        number, record = text.split(" ", 1)
         return record if int(number) == self.number else None
 
     def _peek(self, key: str, timeout: float = 0) -> str | None:
@@ -201,13 +194,6 @@ class ThreadTable:
         self.positions: list[str | None] = [None] * len(self.threads)
         self.position_functions: dict[int, Callable[[], str | None]] = {}  # rank -> function that reports its position
 
-    def finish(self) -> None:
-        """Ends an exchange after all ranks have arrived."""
-        self.result = [record for _, record in sorted(self.records.items())]
-        self.records = {}
-        self.number += 1
-        self.changed.notify_all()
-
     def fail(self, reason: str) -> None:
         with self.changed:
             self.failure = self.failure or reason
@@ -217,9 +203,7 @@ class ThreadTable:
 class ThreadExchange(Exchange):
     """Exchanges among the threads of one process. Also detects threads that have ended."""
 
-    @property
-    def blocks_on_failure(self) -> bool:
-        return True
+    blocks_on_failure = True
 
     def __init__(self, table: ThreadTable, rank: int):
         super().__init__(rank, len(table.threads))
@@ -236,8 +220,10 @@ class ThreadExchange(Exchange):
                     raise Failed(table.failure)
                 if table.timed_out_ranks:
                     raise PeerLost(table.timed_out_ranks)
-                if len(table.records) == self._count:
-                    table.finish()
+                if len(table.records) == self._count:  # this rank is the last one
+                    table.result = [one for _, one in sorted(table.records.items())]
+                    table.records, table.number = {}, number + 1
+                    table.changed.notify_all()
                     break
                 self._wait(deadline)
             return table.result

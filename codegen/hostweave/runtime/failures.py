@@ -185,8 +185,7 @@ class FallibleGroup:
         """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
 
         def positions() -> list[str | None]:
-            self.exchange.publish_position(to_json(self.positions()))
-            self.exchange.fail(reason)
+            self._report_failure(reason)
             return self.exchange.gather_positions(_POSITIONS_TIMEOUT)
 
         lines = [f"group {self.name!r}: {reason}"]

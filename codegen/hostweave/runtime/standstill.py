@@ -80,8 +80,7 @@ def to_json(positions: Sequence[RankPosition]) -> str:
 
 
 def from_json(text: str) -> list[RankPosition]:
-    positions = [RankPosition(**position) for position in json.loads(text)]
-    return [RankPosition(**{**vars(position), "begun": [tuple(one) for one in position.begun]}) for position in positions]
+    return [RankPosition(**{**position, "begun": [tuple(one) for one in position["begun"]]}) for position in json.loads(text)]
 
 
 def describe(ranks: Sequence[list[RankPosition] | None]) -> list[str]:
