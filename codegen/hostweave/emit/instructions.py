@@ -157,7 +157,7 @@ class Emitter:
 
     def handle(self, i: ir.Communication) -> str:
         """Last arguments of a call of the transport's library: the channel's handle and the stream."""
-        return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
+        return f"{self.channel(i)}.comm(), {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
         """Transport of a communication instruction. For a group, the transport of the communication instructions in it."""

@@ -6,12 +6,7 @@ TRANSPORT = Transport(
     name="peer",
     carries=SIGNALS,
     template="peer",
-    handle="comm()",
     library="CUDA",
-    reduced_as={},
-    posts_in_group=1,
-    holds_multiprocessors=False,
-    is_rendezvous=False,
     registers_arena=True,
     has_communicator=False,
 )

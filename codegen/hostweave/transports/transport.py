@@ -11,11 +11,8 @@ from importlib import import_module
 from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
 
-PREFERRED = (
-    "two_sided",
-    "peer",
-    "one_sided",
-)  # all transports; transport="auto" uses the first one that supports the instructions on the channel
+# all transports; transport="auto" uses the first one that supports the instructions on the channel
+PREFERRED = ("two_sided", "peer", "one_sided")
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
@@ -30,13 +27,13 @@ class Transport:
     name: str
     carries: frozenset[str]  # supported instructions, as values of their trait `posts`
     template: str  # file in templates/instructions with one macro per instruction
-    handle: str  # C++ member of the channel that calls take as their handle
     library: str  # name of the communication library, for messages
-    reduced_as: Mapping[str, str] = field(compare=False)  # dtypes that it cannot reduce -> the dtype that is reduced instead
-    posts_in_group: int  # maximum number of calls in one group
+    # dtypes that it cannot reduce -> the dtype that is reduced instead
+    reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
+    posts_in_group: int = 1  # maximum number of calls in one group
     # its kernels occupy multiprocessors until the peers arrive; kernels of one channel therefore run one at a time, in issue order
-    holds_multiprocessors: bool
-    is_rendezvous: bool  # a communication ends only after all participants have started it
+    holds_multiprocessors: bool = False
+    is_rendezvous: bool = False  # a communication ends only after all participants have started it
     registers_arena: bool = False  # the program's arena is registered with the channel, so that ranks can access each other's memory
     separate_graph_counters: bool = False  # signals in CUDA graphs have other counters, so either all ranks capture a call or none does
     has_communicator: bool = True  # the channel can use an existing communicator of the application

@@ -6,7 +6,6 @@ TRANSPORT = Transport(
     name="two_sided",
     carries=COLLECTIVES | MESSAGES,
     template="nccl",
-    handle="comm()",
     library="NCCL",
     reduced_as={"bool": "u8", "i16": "i32", "u16": "u32", "f8e4m3": "f32", "f8e5m2": "f32"},
     posts_in_group=2048,
