@@ -270,4 +270,4 @@ class CppExprPrinter:
         return f"{text} % {self._operand(right, 4)}"
 
     def range(self, expr: Expr) -> Range:
-        return range_of(self.known(expr), self.ranges, self.mesh, self.program)
+        return range_of(self.known(expr), self.ranges, self.mesh)

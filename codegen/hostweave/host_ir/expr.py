@@ -130,7 +130,7 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
 Range = tuple[int | None, int | None]  # smallest and largest value; None if unknown
 
 
-def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Mesh) -> Range:
+def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh) -> Range:
     """Range of the values that an expression has on the ranks of `mesh`."""
     match expr:
         case Const(value):
@@ -144,7 +144,7 @@ def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Me
         case Symbol():
             return 0, None
         case Binary(op, left, right):
-            return _combined(op, range_of(left, variables, mesh, program), range_of(right, variables, mesh, program))
+            return _combined(op, range_of(left, variables, mesh), range_of(right, variables, mesh))
     return None, None
 
 

@@ -84,7 +84,7 @@ def test_a_simpler_condition_says_the_same() -> None:
     compared = [op for op, (precedence, _) in OPERATORS.items() if precedence == 1]
     for op, left, right in product(compared, terms, terms):
         condition = Binary(op, left, right)
-        result = simpler(condition, lambda expr: range_of(expr, {"i": (0, count - 1)}, mesh, mesh))
+        result = simpler(condition, lambda expr: range_of(expr, {"i": (0, count - 1)}, mesh))
         for i, a in product(range(count), range(2)):
             values = {"i": i}, {"a": a, "b": 0}, {}
             assert bool(evaluate(result, *values)) == bool(evaluate(condition, *values)), f"{condition} is not {result} at {values}"

@@ -21,7 +21,7 @@ from hostweave.types.size import Size
 
 
 def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    folding = _Folding(program.mesh)
+    folding = _Folding()
     body = folding.body(program.body, program.mesh)
     if body is program.body:
         return program
@@ -31,8 +31,7 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 class _Folding:
-    def __init__(self, program: Mesh):
-        self.program = program
+    def __init__(self) -> None:
         self.ranges: dict[str, Range] = {}  # ranges of the values of indices
         self.chosen: dict[str, str] = {}  # view with a decided condition -> the buffer that replaces it
 
@@ -43,7 +42,7 @@ class _Folding:
 
     def folded(self, i: tree.Instruction, mesh: Mesh) -> tree.Body:
         def values(expr: Expr) -> Range:
-            return range_of(expr, self.ranges, mesh, self.program)
+            return range_of(expr, self.ranges, mesh)
 
         i = tree.with_expressions(i, lambda expr: simpler(expr, values))
         for name in tree.names(i, "index"):
