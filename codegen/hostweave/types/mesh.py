@@ -130,12 +130,12 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Coordinate of a rank of the program along `axis`."""
-        index = self.all_ranks.index(rank)
-        for name, size in reversed(self.axes):
-            if name == axis:
-                return index % size
-            index //= size
-        raise KeyError(axis)
+        return self.all_ranks.index(rank) // self._strides[axis] % self.axis_size(axis)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Distance, in the order of `all_ranks`, between neighbors along each axis."""
+        return {name: prod(size for _, size in self.axes[i + 1 :]) for i, (name, _) in enumerate(self.axes)}
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
         """Index of a rank in its process group along `axes`."""
@@ -146,14 +146,9 @@ class Mesh:
 
     def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
-        strides, stride = {}, 1
-        for name, size in reversed(self.axes):
-            strides[name] = stride
-            stride *= size
-        base = self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * strides[axis] for axis in axes)
-        indices = [base]
+        indices = [self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in axes)]
         for axis in axes:
-            indices = [index + i * strides[axis] for index in indices for i in range(self.axis_size(axis))]
+            indices = [index + i * self._strides[axis] for index in indices for i in range(self.axis_size(axis))]
         return tuple(self.all_ranks[index] for index in indices)
 
     def __repr__(self) -> str:

@@ -256,10 +256,7 @@ def _parsed(text: str) -> Size:
 
 
 def product(sizes: tuple[Size, ...]) -> Size:
-    total = Size()
-    for size in sizes:
-        total = total * size
-    return total
+    return prod(sizes, start=Size())
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

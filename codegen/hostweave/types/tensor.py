@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, Location, ProgramError, SizeError
@@ -438,12 +440,7 @@ def bind_sizes(
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     """Strides of a contiguous buffer, in elements."""
-    strides: list[Size] = []
-    step = Size()
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * size
-    return tuple(reversed(strides))
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=Size()))[::-1] if shape else ()
 
 
 def strides_of(buffer: BufferType) -> tuple[Size, ...]:

@@ -46,12 +46,9 @@ class Reader(SizeReader):
 
     def route(self) -> Route:
         """Parses `0[1] -> 2[0]`."""
-        numbers = []
-        for sign in ("->", ""):
-            numbers += [self.integer(), self.within(self.integer, "[]")]
-            if sign:
-                self.expect(sign)
-        return Route(*numbers)
+        sent = self.integer(), self.within(self.integer, "[]")
+        self.expect("->")
+        return Route(*sent, self.integer(), self.within(self.integer, "[]"))
 
     def group(self) -> ParameterGroup | None:
         """Parses `as w_0 to w_31 of layers`. Returns None if the next token is not `as`."""
