@@ -209,7 +209,8 @@ class _PutScatter(_Loop):
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
             self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # no expression uses this index
         else:
-            self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
+            with self.b.loop(Size(self.subchunks)) as index:
+                self.add(replace(self.own, index=index))
 
     def add(self, steps: LoopSteps) -> None:
         b, own, target = self.b, self.term(steps), self.values.destination(self.op, steps)

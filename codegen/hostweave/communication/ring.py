@@ -21,9 +21,8 @@ from hostweave.types.size import Size
 
 class _Ring(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        if self.op.kind == "reduce_scatter":
-            return Var(self.b.let("q", (self.rank - 1 - steps.distance) % steps.shards))
-        return Var(self.b.let("p", (self.rank - steps.distance) % steps.shards))
+        name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
+        return Var(self.b.let(name, (self.rank - shift - steps.distance) % steps.shards))
 
 
 class _ForwardingRing(_Ring):

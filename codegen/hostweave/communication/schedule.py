@@ -96,8 +96,7 @@ class Lowering:
         """Owner of an iteration's block in a loop by shard. Rotated by this rank's index, so that ranks address different peers at any
         time."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
-        rank = self.rank + shift if shift else self.rank
-        return Var(self.b.let(name, (rank + steps.distance) % steps.shards))
+        return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 
     def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
         """Source and destination of each op in an iteration."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from hostweave.communication.steps import rank_in_group
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
@@ -22,17 +22,13 @@ class Signals:
         self.rank, self.size = rank_in_group(self.mesh, axes), self.mesh.size_of(axes)
         self.channel = b.channel(axes, SIGNALS)
 
-    def each(self, count: int, emit: Callable[[Var], None]) -> None:
-        """Emits a loop of `count` iterations."""
-        with self.b.loop(Size(count)) as index:
-            emit(index)
-
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
         """Emits code for each peer. `emit` gets the peer's index in the process group, and its index among this rank's peers."""
         if self.size == 2:
             emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
-            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size, hop))
+            with self.b.loop(Size(self.size - 1)) as hop:
+                emit((self.rank + 1 + hop) % self.size, hop)
 
     def each_peer(self, emit: Callable[[Expr], None]) -> None:
         self.each_hop(lambda peer, _: emit(peer))

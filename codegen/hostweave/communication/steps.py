@@ -123,12 +123,6 @@ class LoopSteps:
         return self.owner
 
     @property
-    def rows_of_chunk(self) -> Size:
-        """`rows`, which is known in a loop over a part of each shard."""
-        assert self.rows is not None
-        return self.rows
-
-    @property
     def distance(self) -> Expr:
         """In a loop by shard, the number of ranks from this rank to the owner."""
         return self.index // expr_of(self.subchunks)
@@ -202,20 +196,21 @@ def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: in
         index = steps.subchunk
     if steps.rows is not None:
         shards = steps.shards_in(value, dim) if steps.owner is not None else 1
-        return builder.slice(buffer, dim, steps.rows, _first_row(steps, builder.types[buffer].shape[dim] // shards, shards), wanted)
+        first = _first_row(steps, steps.rows, builder.types[buffer].shape[dim] // shards, shards)
+        return builder.slice(buffer, dim, steps.rows, first, wanted)
     if steps.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
     return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
 
 
-def _first_row(steps: LoopSteps, shard: Size, shards: int) -> Expr:
-    """First local row of a chunk. The local tensor has `shards` shards, and the loop covers a part of each."""
+def _first_row(steps: LoopSteps, rows: Size, shard: Size, shards: int) -> Expr:
+    """First local row of a chunk of `rows` rows. The local tensor has `shards` shards, and the loop covers a part of each."""
     index: Expr = Const(0)
     if steps.owner is None:
         index = steps.index
     elif steps.subchunks != Size():
         index = steps.subchunk
-    first = index * expr_of(steps.rows_of_chunk) + steps.start
+    first = index * expr_of(rows) + steps.start
     return steps.owned_by * expr_of(shard) + first if shards > 1 else first
 
 
