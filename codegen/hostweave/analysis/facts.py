@@ -3,8 +3,6 @@
 Each function raises ProgramError if its invariant does not hold.
 """
 
-from collections.abc import Iterator
-
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration, updated
 from hostweave.base.errors import ProgramError
@@ -25,7 +23,7 @@ def kernels_are_single(program: ir.HostProgram) -> None:
 
 def nothing_is_freed(program: ir.HostProgram) -> None:
     """No memory is freed before `plan_memory`. So passes may move and fuse instructions without checking for reused bytes."""
-    for i in _instructions(program):
+    for i in program.instructions():
         if names := tree.names(i, "free"):
             raise ProgramError(f"%{names[0]} is deallocated before plan_memory; remove the deallocate", i.location)
 
@@ -45,12 +43,8 @@ def updates_are_in_place(program: ir.HostProgram) -> None:
 
 def conditions_are_open(program: ir.HostProgram) -> None:
     """No condition is constant, and no loop runs once."""
-    for i in _instructions(program):
+    for i in program.instructions():
         if isinstance(i.condition_of_body, Const) or isinstance(i.chosen_by, Const):
             raise ProgramError("the condition is constant; write the body that it selects", i.location)
         if i.trips == Size():
             raise ProgramError("the loop runs once; write its body", i.location)
-
-
-def _instructions(program: ir.HostProgram) -> Iterator[tree.Instruction]:
-    return (i for body in (program.body, *(function.body for function in program.functions)) for i in tree.walk(body))

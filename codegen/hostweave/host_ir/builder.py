@@ -57,7 +57,6 @@ class Builder:
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # permuted view -> its source and order
         self._view_of: dict[str, ir.View] = {}  # definition of every view
-        self._allocated: set[str] = set()
         self._windows: set[str] = set()
 
     # --- names and bodies ---
@@ -208,8 +207,7 @@ class Builder:
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
         """Allocates memory whose scope is the current body."""
-        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
-        self._allocated.add(name)
+        name = self.parameter(wanted, BufferType(type.dtype, type.shape), in_window=True)
         self.emit(ir.Allocate(name, self.types[name]))
         return name
 
@@ -291,7 +289,7 @@ class Builder:
 
     def is_in_window(self, name: str) -> bool:
         """True if peers can access the memory, or will be able to: a later pass moves allocations to windows on demand."""
-        return name in self._allocated or name in self._windows
+        return name in self._windows
 
     def is_outside(self, name: str) -> bool:
         """True if a buffer or view is defined outside the loop or block that is being built."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.choice import parse_choice
@@ -35,9 +35,7 @@ def parse_host(text: str) -> ir.HostProgram:
     channels = _parse_channels(reader, mesh)
     streams = tuple(ir.Streams(*pool) for pool in _parse_pools(reader, "streams"))
     events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
-    uneven: tuple[str, ...] = ()
-    if reader.accept("uneven"):
-        uneven = reader.enclosed(lambda: reader.word("a size"))
+    uneven = reader.enclosed(lambda: reader.word("a size")) if reader.accept("uneven") else ()
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
@@ -109,7 +107,9 @@ def _parse_instruction(reader: Reader) -> tree.Instruction:
     word = reader.peek(3) if defines else reader.peek()
     kind = _BY_WORD.get((defines, word), ir.Let if defines else None)
     if kind is None:
-        _fail_unknown(reader, word)
+        if not word:
+            reader.fail("the text ends inside a program: is it complete?")
+        reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, sorted(known for _, known in _BY_WORD))}")
     values: dict[str, Any] = {"location": Location("text", reader.line())}
     for literal, name in tree.syntax_of(kind):
         tokens = _TOKENS.findall(literal.replace("%", "") if name in tree.roles(kind) else literal)
@@ -120,13 +120,6 @@ def _parse_instruction(reader: Reader) -> tree.Instruction:
         if name:
             values[name] = _parse_field(reader, kind, name, _field_types(kind)[name])
     return kind(**values)
-
-
-def _fail_unknown(reader: Reader, word: str) -> NoReturn:
-    if not word:
-        reader.fail("the text ends inside a program: is it complete?")
-    words = sorted(word for _, word in _BY_WORD)
-    reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, words)}")
 
 
 _field_types = tree.per_kind(get_type_hints)

@@ -70,6 +70,7 @@ class Checker:
         self.once([function.name for function in self.program.functions], "function @")
 
     def channels(self) -> None:
+        self.once([channel.name for channel in self.program.channels], "channel ")
         used = channels_of(self.program)
         declared: dict[object, str] = {}
         for channel in self.program.channels:
@@ -78,8 +79,6 @@ class Checker:
                 self.axis(axis, channel.mesh)
                 if channel.axes.count(axis) > 1:
                     self.fail(f"channel {channel.name}: axis {axis} is named twice: name each axis once")
-            if channel.name in declared.values():
-                self.fail(f"channel {channel.name} is declared twice: rename one")
             same = declared.setdefault((channel.mesh, channel.axes, channel.transport), channel.name)
             if same != channel.name:
                 self.fail(f"channels {same} and {channel.name} have the same ranks and transport: declare one")

@@ -41,7 +41,11 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
     """Checks the reduction, and that src and dst have equal sizes, or that one of them has one block per rank."""
     if isinstance(i, ir.Reduction):
-        _reduction(c, i)
+        if i.op not in REDUCTIONS:
+            c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
+        transport, dtype = c.channel(i).transport, c.types[tree.names(i, "read")[0]].dtype.name
+        if dtype in transport.reduced_as:
+            c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
     if i.posts == "collective":
         large, small = (i.src, i.dst) if i.blocks == "src" else (i.dst, i.src)
         along = i.sent_along if i.blocks == "src" else i.received_along
@@ -100,14 +104,6 @@ def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
     buffer = c.types[i.token]
     if product(buffer.shape) != Size() or buffer.dtype.name in c.channel(i).transport.reduced_as:
         c.fail(f"%{i.token} is {buffer}: a barrier needs one number, such as i32[1]")
-
-
-def _reduction(c: Checker, i: Any) -> None:
-    if i.op not in REDUCTIONS:
-        c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
-    transport, dtype = c.channel(i).transport, c.types[i.src].dtype.name
-    if dtype in transport.reduced_as:
-        c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
 
 
 def _routed(c: Checker, i: ir.Routed, size: int) -> None:

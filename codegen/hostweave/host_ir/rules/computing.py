@@ -22,16 +22,11 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
         c.fail(f"{unknown} is not a size of any input or output")
     c.types[i.out] = i.type
     if i.in_window:
-        _window(c, i)
         c.windows.add(i.out)
-
-
-def _window(c: Checker, i: ir.Allocate) -> None:
-    """Checks that all ranks allocate a window of the same size, so that its offset is the same on all ranks."""
-    if c.mesh != c.program.mesh:
-        c.fail(f"only {c.mesh} allocates the window, so its offset would differ between ranks: allocate it on all ranks")
-    if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
-        c.fail(f"the size of %{i.out} may differ between ranks, so the window's offset would differ: use sizes that divide")
+        if c.mesh != c.program.mesh:
+            c.fail(f"only {c.mesh} allocates the window, so its offset would differ between ranks: allocate it on all ranks")
+        if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
+            c.fail(f"the size of %{i.out} may differ between ranks, so the window's offset would differ: use sizes that divide")
 
 
 def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:

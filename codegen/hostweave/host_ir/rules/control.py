@@ -83,12 +83,10 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
 
 
 def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bool:
-    for i in tree.walk(function.body):
-        if i.posts == "collective":
-            return True
-        if any(_is_collective(other, others) for other in others if other.name in tree.names(i, "call")):
-            return True
-    return False
+    called = {name for i in tree.walk(function.body) for name in tree.names(i, "call")}
+    return any(i.posts == "collective" for i in tree.walk(function.body)) or any(
+        _is_collective(other, others) for other in others if other.name in called
+    )
 
 
 def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
