@@ -31,11 +31,6 @@ class _Line:
         self.lock = reset_after_fork(threading.Lock())
         self.what, self.began, self.expected, self.done = "", 0.0, 0, 0
 
-    def show(self, step: str) -> None:
-        text = f"hostweave: {self.what}: {self.done} of {self.expected}, {step}, {perf_counter() - self.began:.1f} s"
-        sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
-        sys.stderr.flush()
-
 
 _line = _Line()
 
@@ -71,7 +66,9 @@ def step_done(name: str) -> None:
     with _line.lock:
         _line.done += 1
         if _line.what and is_terminal():
-            _line.show(name)
+            text = f"hostweave: {_line.what}: {_line.done} of {_line.expected}, {name}, {perf_counter() - _line.began:.1f} s"
+            sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
 
 
 def tell(text: str) -> None:

@@ -167,7 +167,10 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             if not isinstance(error, BuildError) or isinstance(error, _FailedBuildError):
                 shutil.rmtree(scratch, ignore_errors=True)
                 raise
-            raise _FailedBuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
+            failed = _own(root() / "failed") / entry.name
+            _remove(failed)
+            scratch.rename(failed)
+            raise _FailedBuildError(f"{error}; sources and log are in {failed}") from error
         try:
             scratch.rename(entry)
         except OSError:  # there is something at that path
@@ -439,10 +442,3 @@ def _remove(entry: Path) -> None:
         shutil.rmtree(removed)
     else:
         removed.unlink()
-
-
-def _keep_failed(scratch: Path, name: str) -> Path:
-    failed = _own(root() / "failed") / name
-    _remove(failed)
-    scratch.rename(failed)
-    return failed

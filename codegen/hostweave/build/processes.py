@@ -94,14 +94,12 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
                         if time.monotonic() > deadline:
                             raise _too_long(f"the compiler {command[0]}", seconds) from None
                         continue
-                return compiler.returncode, output + _signal_text(compiler.returncode)
+                if (status := compiler.returncode) < 0:
+                    output += f"the compiler was ended by signal {-status} ({signal.strsignal(-status)})\n"
+                return status, output
         except BaseException:
             os.killpg(group, signal.SIGKILL)
             raise
-
-
-def _signal_text(status: int) -> str:
-    return f"the compiler was ended by signal {-status} ({signal.strsignal(-status)})\n" if status < 0 else ""
 
 
 def _limit() -> float:
