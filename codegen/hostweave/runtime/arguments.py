@@ -152,10 +152,9 @@ class BoundInputs:
     def blocks(self) -> list[dict[str, ArrayView]]:
         """Blocks of the bound arrays on every rank, if the arrays are global: a dict from name to block for each rank."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
-        ranks = range(self._host.mesh.size)
         return [
             {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
-            for rank in ranks
+            for rank in range(self._host.mesh.size)
         ]
 
 

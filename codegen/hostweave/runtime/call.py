@@ -110,11 +110,10 @@ def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: S
     _expect_separate(program, {p.memory: accepted[p.memory] for p in program.results if p.memory})
     results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.results)
     ranks = range(program.mesh.size)
-    own = (
-        {name: block(*library_and_array, expected[name], program.mesh, rank) for name, library_and_array in new_arrays.items()}
-        for rank in ranks
-    )
-    blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
+    blocks = [
+        held | {name: block(*library_and_array, expected[name], program.mesh, rank) for name, library_and_array in new_arrays.items()}
+        for rank, held in enumerate(bound.blocks)
+    ]
     inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
         tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.results, results, output_shapes, strict=True))

@@ -165,14 +165,13 @@ class Arguments:
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
         """Returns the checked array, or None if this rank has no block of it."""
-        if self.holds(parameter) == (array is not None):
-            return self._checked(parameter, array) if array is not None else None
         where, rank = f"{self._host.name}: {parameter.name}", self._rank
         if array is None:
-            raise ArgumentError(f"{where}: is None, but rank {rank} has a block of {parameter.type}; pass the block")
-        raise ArgumentError(f"{where}: rank {rank} has no block of {parameter.type}; pass None")
-
-    def _checked(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array]:
+            if self.holds(parameter):
+                raise ArgumentError(f"{where}: is None, but rank {rank} has a block of {parameter.type}; pass the block")
+            return None
+        if not self.holds(parameter):
+            raise ArgumentError(f"{where}: rank {rank} has no block of {parameter.type}; pass None")
         array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
         return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
 

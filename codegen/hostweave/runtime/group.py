@@ -164,7 +164,8 @@ class Group(FallibleGroup):
                 self._close_store()
                 raise
             self.exchange = self._create_exchange(provider, store, self._world)
-        self.local_rank = self._find_local_rank(provider)
+        given = provider.local_rank if isinstance(provider, Environment) else None
+        self.local_rank = given if given is not None else self._world.local_rank(rank) if self._world else rank
         _all.add(self)
 
     def __repr__(self) -> str:
@@ -452,11 +453,6 @@ class Group(FallibleGroup):
             for key, reason in exchange.last_wills().items():
                 store.on_disconnect(key, reason.encode())
         return exchange
-
-    def _find_local_rank(self, provider: Provider) -> int:
-        if isinstance(provider, Environment) and provider.local_rank is not None:
-            return provider.local_rank
-        return self._world.local_rank(self.rank) if self._world else self.rank
 
     def _share_id(self, key: str, id: bytes | None) -> bytes:
         assert self._store is not None

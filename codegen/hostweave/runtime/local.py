@@ -99,9 +99,8 @@ class LocalProgram:
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
         self._exchanges_algorithms = True  # True if the ranks exchange measured algorithms when they make plans next
-        compares = self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls)
-        self._compared = None
-        if compares:
+        self._compared: ComparedSizes | None = None
+        if self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls):
             sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
         # On the CPU target a call does not return before all ranks have made it.
@@ -425,17 +424,14 @@ class LocalProgram:
         changed, nothing is exchanged, because plans for known sizes measure nothing new. Ranks of a program without communication exchange
         algorithms only when they first make plans.
         """
-
-        def gathered(record: str) -> list[str]:
-            return self._gather("tune", record, "", self._group.timeout)
-
+        gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)
         alone = not self._exchanges_algorithms or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
-            self._measured.agree(gathered)
+            self._measured.agree(gather)
         yield
         if self._measured:
             if not alone:
-                self._measured.agree(gathered)
+                self._measured.agree(gather)
             self._measured.save()
         self._exchanges_algorithms = False
 

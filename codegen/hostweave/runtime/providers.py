@@ -185,11 +185,7 @@ class Environment:
 
     def __init__(self, environ: Environ | None = None):
         self._launch = LaunchedRank(os.environ if environ is None else environ)
-
-    @property
-    def local_rank(self) -> int | None:
-        """Index of this process among those on its host, or None if the launcher does not set it."""
-        return self._launch.local_rank
+        self.local_rank = self._launch.local_rank  # index among the processes on its host; None if the launcher does not set it
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return self._launch.rank, self._launch.count
@@ -338,11 +334,7 @@ def close_servers() -> None:
         _servers.clear()
 
 
-def _after_fork() -> None:
-    _servers.clear()  # the parent's threads do not exist in the child
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_servers.clear)  # the parent's threads do not exist in the child
 
 
 def _own_hosts() -> list[str]:

@@ -112,9 +112,8 @@ class Team:
         with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            staged_calls = [
-                program.staged(calls) for program in programs
-            ]  # on the current thread, because waking the ranks' threads costs more
+            # on the current thread, because waking the ranks' threads costs more
+            staged_calls = [program.staged(calls) for program in programs]
         with self.lease(module, programs[0].target, schedule()):
             return self.each(lambda rank: staged_calls[rank](work), programs)
 
