@@ -188,10 +188,14 @@ class Graph:
         name = self.names.get(node, "")
         return name in self.parameters or name in self.bound
 
-    def wrong_dims(self, path: str, made: Any) -> ProgramError:
-        """Error for a module whose result cannot have the sharding that the plan states."""
-        dims, stated = getattr(made, "ndim", "several results of"), len(self.layouts.outputs[path])
-        return ProgramError(f"plan: {path} returns {dims} dims, but {stated} are stated; write an axis or - for each dim")
+    def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
+        """Yields the shardings that the plan states for the modules whose result is the value `made` of a node. Raises ProgramError if the
+        value cannot have one of them."""
+        for path in modules_of(node) if self.layouts.outputs else ():
+            if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
+                if (dims := getattr(made, "ndim", "several results of")) != len(axes):
+                    raise ProgramError(f"plan: {path} returns {dims} dims, but {len(axes)} are stated; write an axis or - for each dim")
+                yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:
         """Computes values that depend only on constants. Buffers count as constants for values without other inputs."""

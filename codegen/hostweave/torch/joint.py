@@ -39,7 +39,7 @@ from hostweave.torch.graph import (
     word_of_mask,
 )
 from hostweave.torch.layers import Layer, Path, paths_of_layers
-from hostweave.torch.ops import Silu, composed_attention, matmul, ops, with_derivative
+from hostweave.torch.ops import Silu, call_recorded, composed_attention, matmul, ops
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
 from hostweave.torch.repeats import write_out
 from hostweave.types.tensor import TensorType
@@ -64,32 +64,23 @@ class Joint:
     whole: GraphModule  # joint graph: returns the results, then the gradients of all sources
     needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
 
-    @cached_property
-    def _parts(self) -> tuple[GraphModule, GraphModule]:
-        parts = self._cut()
+    def __post_init__(self) -> None:
+        """Sets `forward`, the graph of the results and of the values that the backward pass reads, and `backward`, that of gradients."""
+        self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
             for change in (_save_alike, _save_sources):
-                parts = self._cut() if change(self.whole, self._kept(parts[0])) else parts
-        return parts
+                if change(self.whole, self._kept):
+                    self._cut()
 
-    def _cut(self) -> tuple[GraphModule, GraphModule]:
+    def _cut(self) -> None:
         with without_code():
-            return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
+            self.forward, self.backward = min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
 
-    def _kept(self, forward: GraphModule) -> list[Node]:
-        """Nodes that a forward graph computes for the backward graph."""
-        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    @property
+    def _kept(self) -> list[Node]:
+        """Nodes that the forward graph computes for the backward graph."""
+        output: Any = self.forward.graph.output_node()
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
-
-    @property
-    def forward(self) -> GraphModule:
-        """Graph of the results, and of the values that the backward pass needs."""
-        return self._parts[0]
-
-    @property
-    def backward(self) -> GraphModule:
-        """Graph of the gradients."""
-        return self._parts[1]
 
     def forward_graph(self) -> Graph:
         """Prepared graph of the results followed by the saved values. The shardings of saved values are inferred."""
@@ -194,7 +185,7 @@ class Joint:
     @cached_property
     def saved(self) -> dict[Node, str]:
         """Nodes of the forward graph whose values the backward graph reads, with their names."""
-        return _in_rows(_named(self._kept(self.forward)))
+        return _in_rows(_named(self._kept))
 
     def source_of(self, node: Node) -> int | None:
         """Index of the source for a placeholder of one of the graphs. None for other placeholders."""
@@ -378,18 +369,15 @@ def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
     elif op == "view.default":  # strides come from kernels for one device, and have no meaning here
         made = args[0].reshape(args[1])
     elif op == "hostweave.function.default":
-        made = with_derivative(args[1], args[0])
+        made = call_recorded(*args)
     elif op == "hostweave.random.default":  # has no derivative
         made = node.target(*(one.detach() if isinstance(one, torch.Tensor) else one for one in args))
     elif op == "hostweave.detach.default":
         made = args[0].detach()
     else:
         made = node.target(*args, **kwargs)
-    for path in modules_of(node):
-        if (axes := outer.layouts.outputs.get(path)) is not None and outer.last_of[path] is node:
-            if not isinstance(made, torch.Tensor) or made.ndim != len(axes):
-                raise outer.wrong_dims(path, made)
-            made = ops.reshard(made, text_of(axes))
+    for axes in outer.stated(node, made):
+        made = ops.reshard(made, text_of(axes))
     return made
 
 
@@ -418,7 +406,8 @@ def _simplify(made: GraphModule) -> None:
     """Removes nodes that compute nothing. Nodes of the backward pass get the source lines of their forward nodes."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
-        if node.op == "call_function" and (op_of(node) in _SAME or _is_same_view(node)):
+        is_same_view = op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape
+        if node.op == "call_function" and (op_of(node) in _SAME or is_same_view):
             if node.users:
                 node.replace_all_uses_with(node.args[0])
             made.graph.erase_node(node)
@@ -429,10 +418,6 @@ def _simplify(made: GraphModule) -> None:
             node.meta["stack_trace"] = trace
     made.graph.eliminate_dead_code()
     made.recompile()
-
-
-def _is_same_view(node: Any) -> bool:
-    return op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape
 
 
 def _take_views_again(made: GraphModule, sources: Set[str]) -> None:

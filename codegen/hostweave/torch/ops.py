@@ -21,8 +21,18 @@ LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no
 ops = torch.ops.hostweave
 
 
-def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradients], saved: Callable[..., tuple[Any, ...]]) -> None:
-    """Defines an op: its results for fake tensors, its gradients, and the inputs and outputs that the gradients need."""
+def _no_second(*_: Any) -> Gradients:
+    raise NotImplementedError("derivatives of gradients are not compiled")
+
+
+def _op(
+    schema: str,
+    shapes: Callable[..., Any],
+    backward: Callable[..., Gradients] = _no_second,
+    saved: Callable[..., tuple[Any, ...]] = lambda *_: (),
+) -> None:
+    """Defines an op: its results for fake tensors, its gradients, and the inputs and outputs that the gradients need. An op without
+    `backward` computes gradients itself, and has no derivative."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -76,14 +86,6 @@ def _matmul_shape(a: torch.Tensor, b: torch.Tensor, turned_a: bool, turned_b: bo
     return a.new_empty((*leading, rows, columns))
 
 
-def _no_second(*_: Any) -> Gradients:
-    raise NotImplementedError("derivatives of gradients are not compiled")
-
-
-def _nothing(*_: Any) -> tuple[Any, ...]:
-    return ()
-
-
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Matmul as in torch. Its derivatives are matmuls of transposed operands."""
     made: torch.Tensor = ops.matmul(a, b, False, False)
@@ -97,7 +99,7 @@ _op(
     _inputs,
 )
 _op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmul_shape, _matmul_backward, _inputs)
-_op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])), _no_second, _nothing)
+_op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])))
 
 
 def _scaled_linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, scaling: str) -> Gradients:
@@ -125,20 +127,9 @@ _op(
     "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? bound, str scaling) -> Tensor",
     lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
     _frozen,
-    _nothing,
 )
-_op(
-    "scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor",
-    lambda dy, w, _: dy.new_empty((*dy.shape[:-1], w.shape[0])),
-    _no_second,
-    _nothing,
-)
-_op(
-    "scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor",
-    lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])),
-    _no_second,
-    _nothing,
-)
+_op("scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor", lambda dy, w, _: dy.new_empty((*dy.shape[:-1], w.shape[0])))
+_op("scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor", lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -160,8 +151,6 @@ _op(
     "attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? bias, bool causal, float? scale, "
     "bool gqa) -> Tensor[]",
     lambda dy, q, k, v, y, lse, bias, *_: [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None],
-    _no_second,
-    _nothing,
 )
 
 
@@ -233,9 +222,14 @@ class _Called:
         return [made] if self.is_single else list(made)
 
 
+def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """Calls the Function with this number, with the derivative that the user wrote."""
+    return _CALLED[number].apply(given)
+
+
 _CALLED: list[_Called] = []
 LIBRARY.define("function(Tensor[] given, int number) -> Tensor[]")
-LIBRARY.impl("hostweave::function", lambda given, number: _CALLED[number].apply(given), "CompositeExplicitAutograd")
+LIBRARY.impl("hostweave::function", call_recorded, "CompositeExplicitAutograd")
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,11 +245,6 @@ def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _is_same_call(one: _Called, other: _Called) -> bool:
     return (one.function, str(one.leaves), one.spec) == (other.function, str(other.leaves), other.spec)
-
-
-def with_derivative(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Calls the Function with this number, with the derivative that the user wrote."""
-    return _CALLED[number].apply(tensors)
 
 
 class Silu(torch.autograd.Function):

@@ -202,12 +202,8 @@ def _run(graph: Graph, values: NodeValues, node: Any) -> None:
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
     """Reshards a value as the plan states for the module that returns it, or as the graph states for the node."""
-    for path in modules_of(node) if graph.layouts.outputs else ():
-        axes = graph.layouts.outputs.get(path)
-        if axes is not None and graph.last_of[path] is node:
-            if not isinstance(made, hw.Tensor) or made.ndim != len(axes):
-                raise graph.wrong_dims(path, made)
-            made = resharded(made, axes)
+    for axes in graph.stated(node, made):
+        made = resharded(made, axes)
     return resharded(made, graph.placed[node]) if node in graph.placed else made
 
 
@@ -230,7 +226,7 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
         graph.names[node]: source
         for node, value in graph.written.items()
         if graph.origins[node].kind == "argument" and graph.names[node] not in graph.layouts.inputs and value not in graph.constants
-        if (source := _source(value)) not in graph.constants
+        if (source := (consecutive(value) or (None, value))[1]) not in graph.constants  # the update of a cache, or the whole new value
     }
     if graph.mesh.size == 1 or not sources:
         return
@@ -240,12 +236,6 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
         if of is not None and any(dim.axes for dim in of.dims):
             graph.layouts.inputs[argument] = tuple(dim.axes for dim in of.dims)
     graph.__dict__.pop("input_types", None)
-
-
-def _source(value: Node) -> Node:
-    """The value whose elements are written into an argument. `value` is the new value of that argument."""
-    update = consecutive(value)
-    return update[1] if update else value
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
