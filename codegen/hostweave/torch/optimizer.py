@@ -255,10 +255,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         name, args, kwargs = plain
         if name in TABLE:
-            arguments = _schema(name) or func._schema.arguments
-            types_of = {argument.name: str(argument.type) for argument in arguments}
-            order = [argument.name for argument in arguments]
-            written_args = tuple(self._operand(base, key, types_of.get(key, ""), one) for key, one in zip(order, args, strict=False))
+            types_of = {argument.name: str(argument.type) for argument in (_overload(name) or func)._schema.arguments}
+            written_args = tuple(self._operand(base, key, kind, one) for (key, kind), one in zip(types_of.items(), args, strict=False))
             written_kwargs = {key: self._operand(base, key, types_of.get(key, ""), one) for key, one in kwargs.items()}
             shapes = made if target is None else target.detach()
             self._ops.append(UpdateOp(name, written_args, written_kwargs, shapes, self._location()))
@@ -325,15 +323,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
     """Name and arguments of the functional form of an op. For a plain copy of a tensor, that tensor."""
-    if target is None:
-        names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
-        return (
-            f"{base}.{overload}",
-            tuple(passed[name] for name in names if name in passed),
-            {key: value for key, value in passed.items() if key not in names},
-        )
-    given = {key: value for key, value in passed.items() if key not in ("out", "non_blocking")}
-    match base.rstrip("_"):
+    word, names = base, [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
+    match base.rstrip("_") if target is not None else "":
         case "copy":
             source = passed["src"]
             if not source.is_meta:
@@ -345,21 +336,18 @@ def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: 
             return "full_like.default", (target, passed["value"]), {}
         case "zero":
             return "zeros_like.default", (target,), {}
-    word = base.removesuffix("_")
-    names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
-    overloads = [overload] if not overload.endswith("out") else [overload.removesuffix("out").rstrip("_") or "default", "Tensor"]
-    name = next((f"{word}.{one}" for one in overloads if _overload(f"{word}.{one}")), f"{word}.{overload}")
-    return name, tuple(given[key] for key in names if key in given), {key: value for key, value in given.items() if key not in names}
+    if target is not None:
+        passed, word = {key: value for key, value in passed.items() if key not in ("out", "non_blocking")}, base.removesuffix("_")
+        if overload.endswith("out"):
+            plain = overload.removesuffix("out").rstrip("_") or "default", "Tensor"
+            overload = next((one for one in plain if _overload(f"{word}.{one}")), overload)
+    args = tuple(passed[key] for key in names if key in passed)
+    return f"{word}.{overload}", args, {key: value for key, value in passed.items() if key not in names}
 
 
 def _overload(name: str) -> Any:
     word, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, word, None), overload, None)
-
-
-def _schema(name: str) -> Any:
-    op = _overload(name)
-    return op._schema.arguments if op is not None else None
 
 
 class _LazyNumbers(TorchFunctionMode):
@@ -369,11 +357,10 @@ class _LazyNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "item" and args[0].is_meta:
             return args[0]
-        for key, at in (("alpha", 1), ("value", 1)):  # arguments that torch requires to be numbers
-            if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > at:
-                scaled = args[at] * kwargs[key]
+        for key in ("alpha", "value"):  # arguments that torch requires to be numbers
+            if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > 1:
+                args = (args[0], args[1] * kwargs[key], *args[2:])
                 kwargs = {name: value for name, value in kwargs.items() if name != key}
-                args = (*args[:at], scaled, *args[at + 1 :])
         return func(*args, **kwargs)
 
 
