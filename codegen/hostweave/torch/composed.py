@@ -256,23 +256,19 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
     return median
 
 
-def _searched(sorted_: torch.Tensor, values: Any, right: bool, int32: bool) -> Any:
-    """Number of elements of a sorted row that precede each value."""
-    values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
-    rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
-    before = (rows <= found) if right else (rows < found)
-    return before.sum(-1, dtype=torch.int32 if int32 else torch.int64)
-
-
-def bucketize(values: Any, boundaries: torch.Tensor, out_int32: bool = False, right: bool = False) -> Any:
-    return _searched(boundaries, values, right, out_int32)
-
-
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    ordered = sorted_ if sorter is None else sorted_.gather(-1, sorter)
-    return _searched(ordered, values, right or side == "right", out_int32)
+    """Number of elements of a sorted row that precede each value."""
+    sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
+    values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
+    rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
+    before = (rows <= found) if right or side == "right" else (rows < found)
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def bucketize(values: Any, boundaries: torch.Tensor, **how: Any) -> Any:
+    return searchsorted(boundaries, values, **how)
 
 
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
@@ -356,7 +352,7 @@ def embedding_bag(
     if scale_grad_by_freq or sparse:
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets
-    bag_of = _searched(begins, torch.arange(indices.shape[0], device=indices.device), True, False) - 1
+    bag_of = searchsorted(begins, torch.arange(indices.shape[0], device=indices.device), right=True) - 1
     counted = indices != padding_idx if padding_idx >= 0 else torch.ones_like(indices, dtype=torch.bool)
     inside = (bag_of == torch.arange(begins.shape[0], device=indices.device)[:, None]) & counted
     rows = weight[indices]
@@ -459,31 +455,12 @@ def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: 
     return _normal(torch.empty(size, dtype=dtype), mean, std, generator)
 
 
-# Ops that fill a tensor with random numbers, such as x.exponential_().
-_DRAWN: dict[Any, Callable[..., Any]] = {
-    aten.uniform.default: _uniform,
-    aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
-    aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
-    aten.bernoulli.Tensor: _filled(torch.rand_like, torch.lt),
-    aten.normal.float_float: _normal_of_size,
-    aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
-    aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),
-    aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),
-    aten.normal_functional.default: _filled(torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
-    aten.log_normal.default: _filled(torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
-    aten.exponential.default: _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate),
-    aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
-    aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
-}
-
-
 # ops that torch's rules compose, in derivatives, too
 _BY_TORCH = "_weight_norm_interface replication_pad1d replication_pad2d replication_pad3d grid_sampler_2d addmv"
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
     **{op: decomposition_table[op] for op in (getattr(aten, name).default for name in _BY_TORCH.split())},
     **windows.POOLING,
-    **_DRAWN,
     **SPECIAL,
     **LINALG,
     aten.cross_entropy_loss.default: cross_entropy,
@@ -507,8 +484,8 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.nanmedian.dim: _median(True),
     aten.median.default: lambda x: _median(False)(x.reshape(-1), 0)[0],
     aten.nanmedian.default: lambda x: _median(True)(x.reshape(-1), 0)[0],
-    aten.bucketize.Tensor: lambda values, edges, **named: bucketize(values, edges, **named),
-    aten.bucketize.Scalar: lambda value, edges, **named: bucketize(value, edges, **named),
+    aten.bucketize.Tensor: bucketize,
+    aten.bucketize.Scalar: bucketize,
     aten.searchsorted.Tensor: searchsorted,
     aten.searchsorted.Scalar: searchsorted,
     aten.histc.default: histc,
@@ -525,4 +502,18 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: trilinear,
     aten.angle.default: angle,
     aten.rrelu_with_noise_functional.default: rrelu,
+    # ops that fill a tensor with random numbers, such as x.exponential_()
+    aten.uniform.default: _uniform,
+    aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
+    aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
+    aten.bernoulli.Tensor: _filled(torch.rand_like, torch.lt),
+    aten.normal.float_float: _normal_of_size,
+    aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
+    aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),
+    aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),
+    aten.normal_functional.default: _filled(torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
+    aten.log_normal.default: _filled(torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
+    aten.exponential.default: _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate),
+    aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
+    aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
 }

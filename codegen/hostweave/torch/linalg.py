@@ -21,12 +21,13 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Rule for an op. It does not apply to matrices with more rows, or to complex matrices."""
+    """Rule for an op. It does not apply to matrices with more rows, or to complex matrices, or if the op is to raise errors."""
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
         fits = all(isinstance(size, int) and 0 < size <= rows for one in given for size in one.shape[-2:])
-        return function(*args, **kwargs) if fits and not any(one.is_complex() for one in given) else NotImplemented
+        fits = fits and not check_errors and not any(one.is_complex() for one in given)
+        return function(*args, **kwargs) if fits else NotImplemented
 
     return rule
 
@@ -78,9 +79,7 @@ def triangular_solve(b: Any, a: Any, upper: bool = True, transpose: bool = False
 # --- Cholesky ---------------------------------------------------------------------------------------------------------
 
 
-def cholesky_ex(a: Any, upper: bool = False, check_errors: bool = False) -> Any:
-    if check_errors:
-        return NotImplemented
+def cholesky_ex(a: Any, upper: bool = False) -> Any:
     a = a.mT if upper else a
     rows, columns, failed = _rows(a), list[Any](), list[Any]()
     for j in range(a.shape[-1]):
@@ -127,9 +126,7 @@ def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
     return a, torch.stack(taken, -1).to(torch.int32), order, failed
 
 
-def lu_factor_ex(a: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
-    if check_errors:
-        return NotImplemented
+def lu_factor_ex(a: Any, *, pivot: bool = True) -> Any:
     factors, pivots, _, failed = _factored(a, pivot)
     return factors, pivots, _first(failed)
 
@@ -181,25 +178,19 @@ def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: b
     return made if left else made.mT
 
 
-def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
-    if check_errors or not left:
+def solve_ex(a: Any, b: Any, *, left: bool = True) -> Any:
+    if not left:
         return NotImplemented
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     factors, pivots, order, failed = _factored(a)
     right = b.unsqueeze(-1) if is_vector else b
     shape = torch.broadcast_shapes(a.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
-    right, of, order = (
-        right.expand(*shape, *right.shape[-2:]),
-        factors.expand(*shape, *a.shape[-2:]),
-        order.expand(*shape, *order.shape[-2:]),
-    )
+    right, of, order = (one.expand(*shape, *one.shape[-2:]) for one in (right, factors, order))
     made = _solved_by(of, order, right)
     return made.squeeze(-1) if is_vector else made, factors, pivots, _first(failed)
 
 
-def inv_ex(a: Any, *, check_errors: bool = False) -> Any:
-    if check_errors:
-        return NotImplemented
+def inv_ex(a: Any) -> Any:
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
     factors, _, order, failed = _factored(a)
     return _solved_by(factors, order, identity), _first(failed)

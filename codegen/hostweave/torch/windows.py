@@ -66,19 +66,15 @@ def _average(count: int) -> Callable[..., Any]:
         if divisor_override:
             return _divided(total, divisor_override)
         for dim, (size, k, s, p, n) in enumerate(zip(x.shape[-count:], kernel, stride, padding, sizes, strict=True)):
-            begins = [i * s - p for i in range(n)]
-            spans = [(begin, min(begin + k, size + p)) for begin in begins]
-            if not count_include_pad:
-                spans = [(max(begin, 0), min(end, size)) for begin, end in spans]
-            counts = [end - begin for begin, end in spans]
+            edge = p if count_include_pad else 0  # number of elements before and after the image that count
+            counts = [min(begin + k, size + edge) - max(begin, -edge) for begin in range(-p, n * s - p, s)]
             if set(counts) == {counts[0]}:
                 total = _divided(total, counts[0])
             else:
                 places = torch.arange(n, device=x.device) * s - p
-                first, last = (
-                    (places, (places + k).clamp(max=size + p)) if count_include_pad else (places.clamp(0), (places + k).clamp(max=size))
-                )
-                total = _divided(total, (last - first).to(x.dtype).view(-1, *[1] * (count - 1 - dim)))
+                first = places if count_include_pad else places.clamp(0)
+                lengths = (places + k).clamp(max=size + edge) - first
+                total = _divided(total, lengths.to(x.dtype).view(-1, *[1] * (count - 1 - dim)))
         return total
 
     return pool

@@ -13,6 +13,7 @@ import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.shapes import padded
 from hostweave.torch.aten.table import Result, aten, cast, torch_dtype, wide
+from hostweave.torch.windows import each
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
@@ -101,10 +102,6 @@ def _count(sizes: SizePerDim) -> Any:
     return int(total) if total.is_int else str(total)
 
 
-def _each(values: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple(values) * count if len(values) == 1 else tuple(values)
-
-
 def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequence[int]) -> hw.Tensor:
     """Pads images with zeros. A negative width removes elements."""
     made: hw.Tensor = padded(result, x, [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair])
@@ -134,7 +131,7 @@ def _geometry(
     weight: hw.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool, more: Any, groups: int
 ) -> tuple[_Kernel, Sequence[int], bool, Sequence[int]]:
     """The kernel of a convolution, its padding, whether it is transposed, and its output padding."""
-    stride, padding, dilation, more = (_each(sizes, weight.ndim - 2) for sizes in (stride, padding, dilation, more))
+    stride, padding, dilation, more = (tuple(each(sizes, weight.ndim - 2)) for sizes in (stride, padding, dilation, more))
     return _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups), padding, transposed, more
 
 

@@ -229,10 +229,7 @@ TABLE["hostweave.attention.default"] = lambda result, q, k, v, bias, causal, sca
 
 @aten("hostweave.matmul.default")
 def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor, turned_a: bool, turned_b: bool) -> hw.Tensor:
-    def turned(x: hw.Tensor) -> hw.Tensor:
-        return hw.permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
-
-    return hw.matmul(turned(a) if turned_a else a, turned(b) if turned_b else b)
+    return hw.matmul(hw.transpose(a, -2, -1) if turned_a else a, hw.transpose(b, -2, -1) if turned_b else b)
 
 
 @aten("hostweave.attention_backward.default")

@@ -52,6 +52,7 @@ TABLE |= {
         lambda result, x, *_, **__: x if _is_same(x, result) else hw.broadcast_to(x, *result.shape),
     ),
     "permute.default": lambda result, x, dims: hw.permute_dims(x, tuple(dims)),
+    "transpose.int": lambda result, x, a, b: hw.transpose(x, a, b),
     "t.default": lambda result, x: x.T if x.ndim == 2 else x,
     "unsqueeze.default": lambda result, x, dim: hw.expand_dims(x, dim),
     "cat.default": lambda result, tensors, dim=0: hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim),
@@ -88,13 +89,6 @@ def _flip(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
     for dim in dims:
         x = hw.take(x, _size(x, dim, hw.i32) - 1 - hw.iota(x, dim), dim)
     return x
-
-
-@aten("transpose.int")
-def _transpose(result: Result, x: hw.Tensor, a: int, b: int) -> hw.Tensor:
-    dims = list(range(x.ndim))
-    dims[a], dims[b] = dims[b], dims[a]
-    return hw.permute_dims(x, tuple(dims))
 
 
 @aten("squeeze.default", "squeeze.dim", "squeeze.dims")
