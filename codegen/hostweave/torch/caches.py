@@ -65,15 +65,9 @@ def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in sorted(state.items())}
 
 
-def _class() -> type | None:
-    """Base class of all caches of transformers, or None if transformers is not imported."""
-    module = sys.modules.get("transformers.cache_utils")
-    return getattr(module, "Cache", None)
-
-
 def caches_in(given: Any) -> Iterator[Any]:
     """Yields the caches among arguments or results."""
-    if (of := _class()) is not None:
+    if (of := getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)) is not None:
         for leaf in pytree.tree_leaves(given, is_leaf=lambda one: isinstance(one, of)):
             if isinstance(leaf, of):
                 yield leaf
@@ -213,9 +207,5 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
 def allocate(cache: Any, asked: Requests) -> None:
     """Allocates the requested tensors in the layers of a cache."""
     for number, args, kwargs in asked:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device), (args, kwargs))
         cache.layers[number].lazy_initialization(*args, **kwargs)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)

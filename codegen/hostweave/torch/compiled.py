@@ -303,7 +303,7 @@ class CompiledModule(Delegating):
         """Arguments that the program takes, by name, and new seeds. Raises ArgumentError if the arguments do not fit."""
         arrays = {self._graph.names[node]: leaf for node, leaf in self._passed(args, kwargs).items()}
         if self._graph.seeds is not None:
-            seeds = new_seeds(self._name, self._count_of_seeds, self._group())
+            seeds = new_seeds(self._name, int(self._graph.seeds.meta["val"].numel()), self._group())
             arrays[self._graph.names[self._graph.seeds]] = copied_to(self._device, seeds)
         return arrays
 
@@ -333,10 +333,6 @@ class CompiledModule(Delegating):
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         return passed
-
-    @property
-    def _count_of_seeds(self) -> int:
-        return 0 if self._graph.seeds is None else int(self._graph.seeds.meta["val"].numel())
 
     @property
     def _device(self) -> torch.device:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
 from torch.fx import Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -30,7 +29,7 @@ class Pair(NamedTuple):
 
 
 def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """Converts the program to real numbers. A complex result becomes a node `hostweave.complex` of its two parts.
+    """Converts the program to real numbers, except for its signature. A complex result becomes a node `hostweave.complex` of its two parts.
 
     y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
 
@@ -46,12 +45,6 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
         new.name = new.target = old.name
-    output: Any
-    (output,) = made.graph.find_nodes(op="output")
-    specs = program.graph_signature.output_specs
-    for spec, node in zip(specs, output.args[0], strict=True):
-        if isinstance(node, Node):
-            spec.arg = TensorArgument(name=node.name)
     for node in made.graph.nodes:
         if node.op == "get_attr":
             program.graph_module.register_buffer(node.target, getattr(made, node.target))

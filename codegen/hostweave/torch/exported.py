@@ -178,13 +178,9 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 
 def _line_of(error: Exception) -> Location | None:
     """Innermost line of an exception's traceback that is outside of torch and of this package."""
-    steps = [step for step in traceback.walk_tb(error.__traceback__) if not is_of_package(step[0])]
-    own = [(code.co_filename, line) for code, line in ((frame.f_code, line) for frame, line in steps) if _is_users(code.co_filename)]
+    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
+    own = [(file, line) for file, line in steps if not file.startswith((_TORCH, "<"))]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((_TORCH, "<"))
 
 
 _MATERIALIZE = "torch._export.utils._materialize_cpp_cia_ops"

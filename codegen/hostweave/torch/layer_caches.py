@@ -115,7 +115,7 @@ class Part:
         self._leaves, self._spec = flat(dict(self._state))
         self._attributes = self._others()
         self.tensors = tensors_in(self._leaves)
-        self._watched: _Layers | None = None
+        self._watched = _Layers(self._layers, self._own)
 
     def _others(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
@@ -131,7 +131,6 @@ class Part:
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
         """Inside, the state has the tensors `begun`, and uses of other layers of the cache are noted."""
-        self._watched = _Layers(self._layers, self._own)
         self._begun = [(tensor, tensor._version) for tensor in begun]
         self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
@@ -145,7 +144,6 @@ class Part:
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
         """The state after a call, whose tensors are added to `made`. Also a reason why it is no state of other layers, or ""."""
-        assert self._watched is not None
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}

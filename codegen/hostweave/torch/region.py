@@ -102,7 +102,7 @@ class Region:
 
     def __call__(self, *given: Any) -> Any:
         """Returns the values of the graph. They are DTensors if the graph has DTensors."""
-        program = self._program(given, None)
+        program = self._program(given, _Examples(self, given))
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
         return tuple(self._given(node, next(made)) if not is_number(node) else self._number(node, given) for node in self._outputs)
@@ -138,9 +138,8 @@ class Region:
         number = next(i for i, node in enumerate(self._places) if str(getattr(getattr(value_of(node), "node", None), "expr", "")) == symbol)
         return int(given[number])
 
-    def _program(self, given: Sequence[Any], examples: _Examples | None) -> CompiledModule:
+    def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
         """Program for these parameters, buffers and numbers. Dynamo calls the same graph for several modules of a class."""
-        examples = examples or _Examples(self, given)
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
             if key not in self._programs:
