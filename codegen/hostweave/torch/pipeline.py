@@ -23,10 +23,8 @@ from hostweave.torch.pipeline_program import PipelineInputs, recorded
 from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
 from hostweave.torch.stage_trace import example_of, traced_stage
-from hostweave.torch.stages import Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, places_of
+from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, places_of
 from hostweave.types.tensor import TensorType
-
-_HERE = "hostweave.torch.compile"
 
 
 class Pipeline:
@@ -171,7 +169,7 @@ def compiled_pipeline(
     for name, value in zip(names, examples, strict=True):
         if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % microbatches:
             why = f"example_inputs: {name} is {tuple(value.shape) if isinstance(value, torch.Tensor) else value!r}"
-            raise ProgramError(f"{_HERE}: {why}; pass a tensor whose first dim is a multiple of microbatches={microbatches}")
+            raise ProgramError(f"{HERE}: {why}; pass a tensor whose first dim is a multiple of microbatches={microbatches}")
     places = places_of(mesh_of(mesh))
     actions = schedule_of(schedule, len(modules), len(places), microbatches)
     settings = options_of(options, "pipeline")

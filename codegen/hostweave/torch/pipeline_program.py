@@ -113,10 +113,7 @@ class _Recording:
                 self._forward(stage, one)
             elif kind in stage.parts:
                 self._backward(stage, *stage.parts[kind], one)
-        loss = self.losses[0]
-        for other in self.losses[1:]:
-            loss = loss + other
-        scaled = loss * (1 / self.pipeline.microbatches)
+        scaled = sum(self.losses[1:], self.losses[0]) * (1 / self.pipeline.microbatches)
         if self.pipeline.updates:
             return scaled, *self._step()
         updated = self.pipeline.updated
@@ -148,15 +145,14 @@ class _Recording:
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
 
-    def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor | None:
-        """Value for an input of a stage's function, if it is a tensor of the module, a constant, or an argument of the stage. Otherwise
-        None."""
+    def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor:
+        """Value for an input of a stage's function that is a tensor of the module, a constant, or an argument of the stage."""
         if name in part.graph.bound:
             return self.inputs[id(part), name]
         if path := part.graph.parameters.get(name):
             return self.inputs[stage.number, path]
-        if (number := stage.joint.source_of(node)) is None:
-            return None
+        number = stage.joint.source_of(node)
+        assert number is not None
         source = stage.source_of(number)
         assert source is not None
         if source.stage is None:
@@ -169,12 +165,7 @@ class _Recording:
         return self.moved[key]
 
     def _forward(self, stage: Stage, one: int) -> None:
-        def value(node: Node, name: str) -> hw.Tensor:
-            made = self._leaf(stage, stage.forward, node, name, one)
-            assert made is not None
-            return made
-
-        made = stage.forward(value)
+        made = stage.forward(lambda node, name: self._leaf(stage, stage.forward, node, name, one))
         self.results_of[stage.number, one] = {of: made[node] for of, node in stage.returned if node in made}
         if stage.number == len(self.stages) - 1:
             loss = stage.joint.results[stage.joint.differentiable.index(True)]
@@ -198,9 +189,7 @@ class _Recording:
                     return _filled(result, results[result], 1 / self.pipeline.microbatches)
                 key = stage.number, result, one
                 return self.tangents[key] if key in self.tangents else _filled(result, results[result], 0)
-            made = self._leaf(stage, part, node, name, one)
-            assert made is not None
-            return made
+            return self._leaf(stage, part, node, name, one)
 
         made = part(value)
         for node, what in zip(part.graph.returned, returned, strict=True):

@@ -17,13 +17,11 @@ from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph, Origin, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.plan import AxesOfDims, Layouts, layouts
-from hostweave.torch.stages import Source, Stage, StagePart, entries_for
+from hostweave.torch.stages import HERE, Source, Stage, StagePart, entries_for
 from hostweave.torch.state import State
 from hostweave.torch.trace import traced_function
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
-
-_HERE = "hostweave.torch.compile"
 
 
 def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any], microbatches: int) -> torch.Tensor:
@@ -34,7 +32,7 @@ def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any],
     maker = stages[source.stage]
     if source.number >= len(maker.outer.of_module) or (node := maker.outer.of_module[source.number]) not in maker.joint.results:
         why = f"result {source.number} of stage {source.stage} is not a tensor that the stage computes"
-        raise ProgramError(f"{_HERE}: {why}; return one, and pass arguments to the stage that takes them")
+        raise ProgramError(f"{HERE}: {why}; return one, and pass arguments to the stage that takes them")
     of = node.meta["val"]
     has = maker.joint.differentiable[maker.joint.results.index(node)]
     return torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device, requires_grad=has)
@@ -70,10 +68,10 @@ def traced_stage(
     if outer.written:
         path = outer.origins[next(iter(outer.written))].name
         why = f"stage {number} writes to {path} in forward, which is not supported in a pipeline"
-        raise ProgramError(f"{_HERE}: {why}; use a module without such state, such as LayerNorm for BatchNorm")
+        raise ProgramError(f"{HERE}: {why}; use a module without such state, such as LayerNorm for BatchNorm")
     if outer.seeds is not None:
         why = f"stage {number} draws random numbers, as dropout does, which is not supported in a pipeline"
-        raise ProgramError(f"{_HERE}: {why}; set its probability to 0, or pass the numbers as an input")
+        raise ProgramError(f"{HERE}: {why}; set its probability to 0, or pass the numbers as an input")
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
     name = f"stage_{number}"
     graph = joint.forward_graph()
@@ -81,7 +79,7 @@ def traced_stage(
     backward = joint.backward_graph(graph, forward.types)
     for node, origin in zip(backward.returned, joint.origins, strict=True):
         if node in backward.constants:
-            raise ProgramError(f"{_HERE}: stage {number}: the gradient of {origin.name} is a constant; set its requires_grad to False")
+            raise ProgramError(f"{HERE}: stage {number}: the gradient of {origin.name} is a constant; set its requires_grad to False")
     stage = Stage(number, module, mesh, sources, outer, joint, forward, {}, State(module, reads))
     every = [at for at, node in enumerate(backward.returned) if isinstance(node, Node)]
     of_inputs = [at for at in every if stage.source_of(at) is not None]

@@ -24,7 +24,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
 AXIS = "pp"  # name of the mesh axis for the stages, if the mesh has several axes
-_HERE = "hostweave.torch.compile"
+HERE = "hostweave.torch.compile"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], l
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
-            raise ProgramError(f"{_HERE}: the stages are {[type(one).__name__ for one in modules]}; pass a list of torch.nn.Modules")
+            raise ProgramError(f"{HERE}: the stages are {[type(one).__name__ for one in modules]}; pass a list of torch.nn.Modules")
         names = list(inspect.signature(modules[0].forward).parameters)
         return names, modules, [[Source(None, number) for number in range(len(names))], *([] for _ in modules[1:])]
     found: dict[Node, Source] = {}
@@ -117,14 +117,14 @@ def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], l
             names.append(node.name)
         elif node.op == "call_module":
             if node.kwargs or not all(isinstance(one, Node) for one in node.args):
-                raise ProgramError(f"{_HERE}: stage {len(modules)} takes {node.args} and {node.kwargs}; pass only tensors, by position")
+                raise ProgramError(f"{HERE}: stage {len(modules)} takes {node.args} and {node.kwargs}; pass only tensors, by position")
             wiring.append([found[one] for one in node.args])
             found[node] = Source(len(modules), 0)
             modules.append(pipe.split_gm.get_submodule(node.target))
         elif node.op == "call_function" and isinstance(node.args[0], Node) and isinstance(node.args[-1], int):
             found[node] = Source(found[node.args[0]].stage, node.args[1])
         elif node.op != "output":
-            raise ProgramError(f"{_HERE}: {node.format_node()} is not in any stage of the Pipe; cut the module elsewhere")
+            raise ProgramError(f"{HERE}: {node.format_node()} is not in any stage of the Pipe; cut the module elsewhere")
     return names, modules, wiring
 
 
@@ -133,9 +133,9 @@ def places_of(mesh: Mesh) -> list[Mesh]:
     axes = [name for name, _ in mesh.axes]
     axis = axes[0] if len(axes) == 1 else AXIS
     if axis not in axes:
-        raise ProgramError(f"{_HERE}: {mesh} has no axis {AXIS} for the stages; name one of its axes {AXIS}")
+        raise ProgramError(f"{HERE}: {mesh} has no axis {AXIS} for the stages; name one of its axes {AXIS}")
     if axes.index(axis):
-        raise ProgramError(f"{_HERE}: {AXIS} is not the first axis of {mesh}; write hw.Mesh({AXIS}=..., tp=...)")
+        raise ProgramError(f"{HERE}: {AXIS} is not the first axis of {mesh}; write hw.Mesh({AXIS}=..., tp=...)")
     others = tuple((name, size) for name, size in mesh.axes if name != axis)
     ranks = [[rank for rank in mesh.all_ranks if mesh.coordinate(rank, axis) == place] for place in range(mesh.axis_size(axis))]
     return [Mesh(others, tuple(of)) for of in ranks]
@@ -148,7 +148,7 @@ def expect_own_parameters(modules: Sequence[nn.Module]) -> None:
             other, name = owners.setdefault(id(one), (number, path))
             if other != number:
                 why = f"{path} of stage {number} is {name} of stage {other}"
-                raise ProgramError(f"{_HERE}: {why}, but each parameter must belong to one stage; untie it, or cut the module elsewhere")
+                raise ProgramError(f"{HERE}: {why}, but each parameter must belong to one stage; untie it, or cut the module elsewhere")
 
 
 def expect_matches(plan: Mapping[str, str], modules: Sequence[nn.Module], names: Sequence[str]) -> None:

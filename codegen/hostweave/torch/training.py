@@ -22,6 +22,7 @@ from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.held import tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
+from hostweave.torch.updates import local
 
 Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the program's name
 
@@ -75,9 +76,7 @@ class Differentiated(CompiledModule):
         """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
         made = {**passed, **dict(zip(self._joint.results, results, strict=True))}
         for node, value in self._graph.written.items():
-            buffer: Any = tensor_of(self._module, self._graph.origins[node].name).detach()
-            own = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-            own.copy_({**self._graph.constants, **made}[value])
+            local(tensor_of(self._module, self._graph.origins[node].name)).copy_({**self._graph.constants, **made}[value])
         return self._returned(made)
 
 
@@ -152,24 +151,20 @@ class TrainingModule(Differentiated):
         """Program that gathers the gradients of parameters that each rank has whole although the plan shards them."""
         with self._lock:  # ranks may be threads
             if self._gather is None:
-                self._gather = self._gathering()
+                joint = self._joint
+                given: dict[str, Any] = {
+                    f"gradient_{number}": joint.outer.type_of(joint.sources[number], joint.axes_of(joint.origins[number]))
+                    for number in self._sharded
+                }
+
+                def gather(**gradients: hw.Tensor) -> tuple[hw.Tensor, ...]:
+                    return tuple(hw.reshard(gradient, *gradient.shape) for gradient in gradients.values())
+
+                gather.__name__ = f"{self.program.name}_gather"
+                fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
+                options = replace(self.program.compiled.options, sizes={}, ways={})  # sizes and ways are options for the module's program
+                self._gather = compile_program(fusion, target=self.program.target.name, options=options)
             return self._gather
-
-    def _gathering(self) -> Program:
-        outer = self._joint.outer
-        types = {
-            f"gradient_{number}": outer.type_of(self._joint.sources[number], self._joint.axes_of(self._joint.origins[number]))
-            for number in self._sharded
-        }
-
-        def gather(**gradients: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return tuple(hw.reshard(gradient, *gradient.shape) for gradient in gradients.values())
-
-        gather.__name__ = f"{self.program.name}_gather"
-        given: dict[str, Any] = {**types}
-        fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-        options = replace(self.program.compiled.options, sizes={}, ways={})  # sizes and ways are options for the module's program
-        return compile_program(fusion, target=self.program.target.name, options=options)
 
 
 class _Step(torch.autograd.Function):
