@@ -187,14 +187,7 @@ def _enlarged(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
     """Number of elements of all buffers of a rank. Approximate if sizes do not divide evenly."""
     known = RankSizes(sizes, program.mesh)
-    return sum(prod(_approximate_value(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
-
-
-def _approximate_value(size: Size, sizes: RankSizes) -> float:
-    try:
-        return size.bind(sizes)
-    except ValueError:
-        return (size * size.divisor).bind(sizes) / size.divisor
+    return sum(prod((size * size.divisor).bind(known) / size.divisor for size in type.shape) for type in ir.buffer_types(program).values())
 
 
 def _deciding_symbols(condition: Expr) -> list[str]:

@@ -73,22 +73,6 @@ class Functions:
     # --- of two elements ---
 
     @staticmethod
-    def subtract(x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return x.add(y.negative())
-        x, y = values_of(x, y)
-        return Exact(x - y)
-
-    @staticmethod
-    def multiply(x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return x.multiply(y)
-        x, y = values_of(x, y)
-        return Exact(x * y)
-
-    @staticmethod
     def divide(x: Any, y: Any) -> Any:
         x, y = as_reals(x, y)
         result = x.multiply(y.inverse())
@@ -97,17 +81,6 @@ class Functions:
     @staticmethod
     def negative(x: Any) -> Any:
         return x.negative() if isinstance(x, Real) else Exact(-x.value)
-
-    def floor_divide(self, x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return self.integer(np.floor, x, x.value / y.value)
-        return Exact(np.floor_divide(*values_of(x, y)))
-
-    def remainder(self, x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            return x - self.floor_divide(x, y) * y
-        return Exact(np.remainder(*values_of(x, y)))
 
     def power(self, x: Any, y: Any) -> Any:
         """A product for integer powers. Otherwise a random function of both operands."""
@@ -119,18 +92,6 @@ class Functions:
         x, y = as_reals(x, y)
         return x.random_function("pow", np.power(np.abs(x.value), y.value), y)
 
-    def maximum(self, x: Any, y: Any) -> Any:
-        return self._select(np.maximum, np.greater, x, y)
-
-    def minimum(self, x: Any, y: Any) -> Any:
-        return self._select(np.minimum, np.less, x, y)
-
-    def _select(self, function: Any, is_first: Any, x: Any, y: Any) -> Any:
-        if not (is_float(x) or is_float(y)):
-            return Exact(function(*values_of(x, y)))
-        x, y = as_reals(x, y)
-        return self.where(Exact(is_first(x.value, y.value) | np.isnan(x.value)), x, y)
-
     def clip(self, x: Any, low: Any, high: Any) -> Any:
         return self.minimum(self.maximum(x, low), high)
 
@@ -140,15 +101,6 @@ class Functions:
             c, x, y = aligned([Exact.of(condition), *as_reals(x, y)])
             return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.parts, y.parts, strict=True)))
         return Exact(np.where(*values_of(condition, x, y)))
-
-    def fmod(self, x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return x - self.integer(np.trunc, x, x.value / y.value) * y
-        return Exact(np.fmod(*values_of(x, y)))
-
-    def gcd(self, x: Any, y: Any) -> Any:
-        return Exact(np.gcd(*values_of(x, y)))
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
@@ -237,13 +189,6 @@ class Functions:
         along = inner_axis(axis, x.ndim)
         return x.apply_linear(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
 
-    @staticmethod
-    def matmul(x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return x.matmul(y)
-        return Exact(np.matmul(*values_of(x, y)))
-
     # --- elements at other places ---
 
     @staticmethod
@@ -257,24 +202,11 @@ class Functions:
         return np.asarray(x, dtype)
 
     @staticmethod
-    def transpose(x: Any, axes: Sequence[int]) -> Any:
-        order = (0, *(axis + 1 for axis in axes))
-        return x.map(lambda part: np.transpose(part, order))
-
-    @staticmethod
-    def expand_dims(x: Any, axis: tuple[int, ...]) -> Any:
-        return x.map(lambda part: np.expand_dims(part, tuple(each + 1 for each in axis)))
-
-    @staticmethod
     def broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
         if not isinstance(x, Lanes):
             return np.broadcast_to(x, shape)
         missing = (1,) * (len(shape) - x.ndim)
         return x.map(lambda part: np.broadcast_to(part.reshape(len(part), *missing, *part.shape[1:]), (len(part), *shape)))
-
-    def broadcast_arrays(self, *xs: Any) -> list[Any]:
-        shape = np.broadcast_shapes(*(x.shape for x in xs))
-        return [self.broadcast_to(Exact.of(x), shape) for x in xs]
 
     @staticmethod
     def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
@@ -295,7 +227,7 @@ class Functions:
 
     @staticmethod
     def pad(x: Any, widths: Sequence[tuple[int, int]], constant_values: Any = 0) -> Any:
-        values = x.like(constant_values).parts
+        values = x.of(constant_values).parts
         return type(x)(*(np.pad(part, [(0, 0), *widths], constant_values=value[0]) for part, value in zip(x.parts, values, strict=True)))
 
     def full(self, shape: Any, value: Any, dtype: Any = None) -> Any:
@@ -344,17 +276,16 @@ def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]
 class _Add:
     """numpy.add, with its method `at`, which adds at indices."""
 
+    def __init__(self) -> None:
+        self.sum = _binary("add")
+
     def __call__(self, x: Any, y: Any) -> Any:
-        if is_float(x) or is_float(y):
-            x, y = as_reals(x, y)
-            return x.add(y)
-        x, y = values_of(x, y)
-        return Exact(x + y)
+        return self.sum(x, y)
 
     @staticmethod
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
-        addend = x.like(y)
+        addend = x.of(y)
         if addend.lanes > x.lanes:  # x has one lane, and is modified in place
             raise NeedsSingleLane
         for part, new in zip(x.parts, addend.parts, strict=True):
@@ -393,6 +324,30 @@ def _comparison(name: str) -> Callable[[Any, Any], Any]:
     return compared
 
 
+# NumPy function -> its computation for floats of one class
+_OF_REALS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: x.add(y),
+    "subtract": lambda x, y: x.add(y.negative()),
+    "multiply": lambda x, y: x.multiply(y),
+    "matmul": lambda x, y: x.matmul(y),
+    "floor_divide": lambda x, y: Functions.integer(np.floor, x, x.value / y.value),
+    "remainder": lambda x, y: x - x // y * y,
+    "fmod": lambda x, y: x - Functions.integer(np.trunc, x, x.value / y.value) * y,
+    "maximum": lambda x, y: Functions.where(Exact((x.value > y.value) | np.isnan(x.value)), x, y),
+    "minimum": lambda x, y: Functions.where(Exact((x.value < y.value) | np.isnan(x.value)), x, y),
+}
+
+
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    """NumPy's function for integers, and that of `_OF_REALS` if an operand is a float."""
+    exact, of_reals = getattr(np, name), _OF_REALS[name]
+
+    def computed(x: Any, y: Any) -> Any:
+        return of_reals(*as_reals(x, y)) if is_float(x) or is_float(y) else Exact(exact(*values_of(x, y)))
+
+    return computed
+
+
 def _binary_on_integers(name: str) -> Callable[[Any, Any], Any]:
     return lambda x, y: Exact(getattr(np, name)(*values_of(x, y)))
 
@@ -411,12 +366,15 @@ def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
 
 
 _add(_comparison, "less greater not_equal less_equal greater_equal equal")
-_add(_binary_on_integers, "logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
+_add(_binary, "subtract multiply matmul floor_divide remainder fmod maximum minimum")
+_add(_binary_on_integers, "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift")
 _add(_unary_on_values, "isneginf isnan isfinite logical_not bitwise_invert")
 _add(_to_integers, "floor ceil trunc round")
 _MOVES: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "reshape": lambda x, shape: x.reshape(shape),
+    "transpose": lambda x, axes: x.map(lambda part: np.transpose(part, (0, *(axis + 1 for axis in axes)))),
+    "expand_dims": lambda x, axis: x.map(lambda part: np.expand_dims(part, tuple(each + 1 for each in axis))),
     "swapaxes": lambda x, one, other: x.map(lambda part: np.swapaxes(part, inner_axis(one, x.ndim), inner_axis(other, x.ndim))),
     "repeat": lambda x, count, axis: x.map(lambda part: np.repeat(part, count, inner_axis(axis, x.ndim))),
     "flip": lambda x, axis: x.map(lambda part: np.flip(part, inner_axis(axis, x.ndim))),

@@ -104,12 +104,8 @@ class Lanes:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         key = key_of(key)
-        for part, new in zip(self.parts, self.like(value).parts, strict=True):
+        for part, new in zip(self.parts, self.of(value).parts, strict=True):
             part[key] = new
-
-    def like(self, value: Any) -> Lanes:
-        """Converts a value to this class."""
-        return type(self).of(value)
 
     @classmethod
     def of(cls, value: Any) -> Lanes:

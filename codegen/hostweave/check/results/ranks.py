@@ -389,7 +389,7 @@ class FieldView:
 
     def fill(self, value: Lanes) -> None:
         """Writes an array with the same number of elements, or one element to all positions."""
-        for part, new in zip(self.array.parts, self.array.like(value).parts, strict=True):
+        for part, new in zip(self.array.parts, self.array.of(value).parts, strict=True):
             if new.shape[1:] != part.shape[1:]:
                 shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
                 new = new.reshape(len(new), *shape)
