@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, log2, prod
 from typing import Any
 
@@ -139,10 +140,6 @@ def _attention(operation: Operation, machine: Machine, products: float = 2.0) ->
     return Work(max(attention.seconds(machine), machine.launch + _bytes_moved(operation) / machine.memory), "multiprocessors")
 
 
-def _backward(operation: Operation, machine: Machine) -> Work:
-    return _attention(operation, machine, 5.0)
-
-
 # --- between ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -154,13 +151,8 @@ def _collective(operation: Operation, machine: Machine) -> Work:
     is_reduced = isinstance(operation.instruction, ir.Reduction) and not operation.instruction.blocks
     kind = "all_reduce" if is_reduced else "all_to_all" if operation.instruction.grouped else ""
     seconds = communication(machine, kind, ranks, size, machine.hosts_of(operation.process_group))
-    return Work(seconds, "kernels", sent=_sent(operation, size, 2 if is_reduced else 1))
-
-
-def _sent(operation: Operation, size: int, times: int) -> int:
-    """Bytes that a rank sends: a ring sends all blocks but one, an all-reduce does so twice, and a permute sends the whole tensor."""
-    ranks = len(operation.process_group)
-    return times * size * (ranks - 1) // ranks
+    # a ring sends all blocks but one, and an all-reduce does so twice
+    return Work(seconds, "kernels", sent=(1 + is_reduced) * size * (ranks - 1) // ranks)
 
 
 def _rooted(operation: Operation, machine: Machine) -> Work:
@@ -238,7 +230,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     ir.Matmul: _matmul,
     ir.Grouped: _grouped,
     ir.Attention: _attention,
-    ir.AttentionBackward: _backward,
+    ir.AttentionBackward: partial(_attention, products=5.0),
     ir.Collective: _collective,
     **dict.fromkeys((ir.Broadcast, ir.BroadcastToOthers, ir.Reduce, ir.Gather, ir.Scatter), _rooted),
     ir.CollectivePermute: _permute,

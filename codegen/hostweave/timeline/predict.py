@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.match_collectives import match_communications
@@ -53,12 +54,18 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
     """Returns the events of tasks whose times are known. Tasks that neither work nor wait for a signal are omitted."""
     shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
-    predecessors = _Predecessors(numbers)
+
+    @cache
+    def predecessors(task: SimulatedTask) -> tuple[int, ...]:
+        """Indices of the events that a task waits for. Tasks that are not shown are replaced by the tasks that they wait for."""
+        found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
+        return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
+
     numbers_of: dict[Rendezvous, tuple[int, ...]] = {}
     for rendezvous in (rendezvous for task in shown for rendezvous in task.meets):
         if rendezvous not in numbers_of:
             numbers_of[rendezvous] = tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
-    events = tuple(_event(task, predecessors.of(task), _joined([numbers_of[rendezvous] for rendezvous in task.meets])) for task in shown)
+    events = tuple(_event(task, predecessors(task), _joined([numbers_of[rendezvous] for rendezvous in task.meets])) for task in shown)
     streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
     used = {event.stream for event in events}
     shown_streams = tuple(stream for stream in streams if stream in used)
@@ -69,19 +76,6 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Concatenates the indices of an operation's parts. A single part is returned unchanged, so that all ranks of a collective share a
     tuple."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
-
-
-class _Predecessors:
-    """Indices of the events that a task waits for. Tasks that are not shown are replaced by the tasks that they wait for."""
-
-    def __init__(self, numbers: dict[SimulatedTask, int]):
-        self.numbers, self.known = numbers, dict[SimulatedTask, tuple[int, ...]]()
-
-    def of(self, task: SimulatedTask) -> tuple[int, ...]:
-        if task not in self.known:
-            found = ((self.numbers[each],) if each in self.numbers else self.of(each) for each in task.after)
-            self.known[task] = tuple(dict.fromkeys(number for numbers in found for number in numbers))
-        return self.known[task]
 
 
 def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:

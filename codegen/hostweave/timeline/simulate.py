@@ -193,7 +193,7 @@ class _Simulator:
             if task.work.engine == "multiprocessors":
                 rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # no slowdown if it leaves multiprocessors free
             elif task.work.engine == "kernels":
-                ranks = max(map(_ranks, (task.operation, *task.operation.members)))
+                ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))
             elif task.work.engine == "copies":
                 rate = 1 / len(on["copies"])
@@ -205,7 +205,3 @@ class _Simulator:
     def push(self, end: float, task: SimulatedTask) -> None:
         self.pushed += 1
         heapq.heappush(self.ends, (end, self.pushed, task, task.rate))
-
-
-def _ranks(operation: Operation) -> int:
-    return max(len(operation.process_group), 1)
