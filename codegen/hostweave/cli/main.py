@@ -265,14 +265,10 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
     """Reduces each stage to the function, kernel or program with this name. Returns the stages unchanged if the name is None."""
     if name is None:
         return stages
-    parts = [(stage, {found[1]: text for text in _split(whole) if (found := _HEADER.match(text))}) for stage, whole in stages]
+    split = [(stage, re.split(rf"^(?={_HEADER.pattern})", whole, flags=re.M)) for stage, whole in stages]
+    parts = [(stage, {found[1]: text for text in texts if (found := _HEADER.match(text))}) for stage, texts in split]
     _one_of({known: text for _, functions in parts for known, text in functions.items()}, name, "function")
     return [(stage, functions.get(name, "")) for stage, functions in parts]
-
-
-def _split(text: str) -> list[str]:
-    """Splits IR text into its functions, kernels and programs."""
-    return re.split(rf"^(?={_HEADER.pattern})", text, flags=re.M)
 
 
 def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:

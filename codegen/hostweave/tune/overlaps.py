@@ -7,7 +7,6 @@ from math import prod
 
 from hostweave.base.errors import ProgramError
 from hostweave.communication.cost import Overlap, by_collective, by_copies
-from hostweave.communication.schedule import Schedule
 from hostweave.communication.schedules import choosable
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
@@ -83,7 +82,7 @@ class _Finder:
         if op.result.type.mesh or ranks < 2 or step.reduction not in ("", "sum"):
             return None
         keys = self.keys.get(op.result.name)
-        matmuls, dim = self.matmuls_in_loop(op, keys)
+        matmuls, dim = ((keys.attention,), keys.dim) if keys else self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
         if not matmuls:
             return None
         types = [self.types[name] for matmul in matmuls for name in (*matmul.tensors, matmul.result.name)]
@@ -95,11 +94,6 @@ class _Finder:
         return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
 
     # --- ops in the loop of a reshard ---
-
-    def matmuls_in_loop(self, op: Op, keys: GatheredKeys | None) -> tuple[tuple[Op, ...], int]:
-        if keys:
-            return (keys.attention,), keys.dim
-        return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Others read it after the
@@ -168,7 +162,10 @@ class _Finder:
 
 
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
-    """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule."""
+    """Returns all alternatives for a candidate, fastest first: a collective, copies, and a chunk loop by each schedule.
+
+    The numbers of chunks divide the dim. Keys have one chunk per rank.
+    """
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -193,8 +190,11 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
     if op.kind == "all_gather" and not keys and _may_copy(options, candidate.is_even):
         by = "get" if is_made else "put"
         found.append(Way(by, 1, _micros(overlap.outside(machine, by))))
-    for schedule, chunks in _chunked(candidate, options):
-        found.append(Way(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
+    length, rest = divmod(candidate.size.bind(sizes), candidate.shards)
+    for schedule in choosable(op.kind, options, candidate.is_even):
+        for chunks in schedule.chunks(candidate.ranks):
+            if length and not rest and length % chunks == 0 and chunks <= (candidate.ranks if keys else MAX_STEPS):
+                found.append(Way(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
     return tuple(sorted(found, key=lambda way: way.micros))
 
 
@@ -284,29 +284,14 @@ def min_gain(sequential: float) -> float:
     return max(MIN_GAIN_MICROS, (1 - MAX_TIME_RATIO) * sequential)
 
 
-def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
-    """Yields the schedules that may be chosen, each with a number of chunks that divides the dim. Keys have one chunk per rank."""
-    size, rest = divmod(candidate.size.bind(options.sizes), candidate.shards)
-    for schedule in choosable(candidate.reshard.kind, options, candidate.is_even):
-        for chunks in schedule.chunks(candidate.ranks):
-            if size and not rest and size % chunks == 0 and chunks <= (candidate.ranks if candidate.keys else MAX_STEPS):
-                yield schedule, chunks
-
-
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
     """Seconds of the ops that can overlap with a reshard outside of a loop: those between the producer of its operand and its first
     consumer."""
-    times, results = seconds(fusion, sizes, machine, tf32), {reshard.result.name}
+    times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
-    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(ops[:position])))
-    after = []
-    for op in ops[position + 1 :]:
-        if not results.isdisjoint(op.tensors):
-            if not OPS[op.kind].is_view:
-                break
-            results.add(op.result.name)
-        after.append(op)
+    before = takewhile(lambda op: op.result.name not in reshard.tensors, reversed(ops[:position]))
+    after = ops[position + 1 : _first_use(ops, position)]
     return sum(times[op.result.name] for op in (*before, *after) if not communicates(op))
 
 
