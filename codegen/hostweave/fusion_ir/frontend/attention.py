@@ -9,7 +9,6 @@ from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import (
     _broadcasts,
     _called,
-    _cast,
     _check_probability,
     _dropped,
     _indices,
@@ -75,7 +74,12 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ProgramError.here("attention: attn_mask and is_causal are both given; put both into the mask")
     if attn_mask is not None:
-        _check_mask(attn_mask, (*query.type.shape[:-1], key.type.shape[-2]))
+        shape = (*query.type.shape[:-1], key.type.shape[-2])
+        if not _broadcasts(attn_mask.type.shape, shape):
+            wanted = ", ".join(map(str, shape))
+            raise ProgramError.here(f"attention: the mask {attn_mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
+        if attn_mask.dtype.kind not in ("bool", "float"):
+            raise ProgramError.here(f"attention: the mask {attn_mask.type} is neither bool nor float; compare it: mask != 0")
     _check_probability("attention: dropout_p", dropout_p)
     if dropout_p and seed is None:
         raise ProgramError.here(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims")
@@ -203,7 +207,7 @@ def attention_backward(
     else:
         scores = _scores(query, key, group, factor, bias)
         seen = _seen(scores, causal, window, lengths, offsets)
-        lse = _cast(lse, scores.dtype)
+        lse = hw.astype(lse, scores.dtype)
         if bias is not None:  # a bias may hide all columns of a row
             lse = hw.maximum(lse, LEAST_SCORE)
         sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
@@ -211,13 +215,13 @@ def attention_backward(
         k, v = (hw.expand_dims(x, x.ndim - 2) if group > 1 else x for x in (key, value))
         distance = scores - lse
         weights = hw.exp(distance if seen is None else hw.where(seen, distance, float("-inf")))
-        of_scores = weights * (_wide(hw.matmul(given, _turned(v))) - sums)
-        changes = _cast(of_scores * factor, query.dtype)
-        weights = _cast(weights, query.dtype)
-        v, k, q = hw.matmul(_turned(weights), given), hw.matmul(_turned(changes), q), hw.matmul(changes, k)
+        of_scores = weights * (_wide(hw.matmul(given, hw.transpose(v, -2, -1))) - sums)
+        changes = hw.astype(of_scores * factor, query.dtype)
+        weights = hw.astype(weights, query.dtype)
+        v, k, q = hw.matmul(hw.transpose(weights, -2, -1), given), hw.matmul(hw.transpose(changes, -2, -1), q), hw.matmul(changes, k)
         if group > 1:
             k, v, q = hw.sum(k, -3), hw.sum(v, -3), hw.reshape(q, *map(str, query.type.shape))
-        found = [q, k, v, *([] if bias is None else [_cast(_of_bias(of_scores, query, key, bias), bias.dtype)])]
+        found = [q, k, v, *([] if bias is None else [hw.astype(_of_bias(of_scores, query, key, bias), bias.dtype)])]
     return tuple(_worded(kind.removeprefix("attention_"), gradient) for kind, gradient in zip(GRADIENTS, found, strict=False))
 
 
@@ -235,10 +239,6 @@ def _check_causal(causal: str | None, window: int | None) -> None:
         raise ProgramError.here(f'attention: causal={causal!r} is not one of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them')
     if window is not None and (causal is None or not isinstance(window, int) or window < 1):
         raise ProgramError.here(f"attention: window={window!r} must be an int of at least 1, together with causal=")
-
-
-def _turned(x: Tensor) -> Tensor:
-    return hw.permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
 def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
@@ -280,11 +280,11 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
     """
     query = _by_heads(query, key, group)  # adds a dim for the query heads of one key head; the key is broadcast along it
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
-    scores = _wide(_worded("scores", hw.matmul(query, _turned(of_groups)))) * scale
+    scores = _wide(_worded("scores", hw.matmul(query, hw.transpose(of_groups, -2, -1)))) * scale
     if mask is None:
         return scores
     mask = _by_group(mask, key.type.shape[-3], Size(group)) if group > 1 else mask
-    return hw.where(mask, scores, float("-inf")) if mask.dtype == bool_ else scores + _cast(mask, scores.dtype)
+    return hw.where(mask, scores, float("-inf")) if mask.dtype == bool_ else scores + hw.astype(mask, scores.dtype)
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
@@ -345,7 +345,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
     """Weighted sums of the values: [..., H, S, F]."""
-    result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
+    result = _worded("attention", hw.matmul(hw.astype(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 
 
@@ -364,14 +364,6 @@ def _check_masks(
     if why := next(filter(None, whys), ""):
         raise ProgramError.here(f"attention: {why}")
     return tuple(given), {"bias": bias is not None, "packed": offsets is not None}
-
-
-def _check_mask(mask: Tensor, scores: tuple[Size, ...]) -> None:
-    if not _broadcasts(mask.type.shape, scores):
-        wanted = ", ".join(map(str, scores))
-        raise ProgramError.here(f"attention: the mask {mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
-    if mask.dtype.kind not in ("bool", "float"):
-        raise ProgramError.here(f"attention: the mask {mask.type} is neither bool nor float; compare it: mask != 0")
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:

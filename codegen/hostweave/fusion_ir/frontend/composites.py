@@ -76,7 +76,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
-    return _cast(_variance(x, dims_of(x, axis, "var"), correction, keepdims, "var"), x.dtype)
+    return hw.astype(_variance(x, dims_of(x, axis, "var"), correction, keepdims, "var"), x.dtype)
 
 
 @_called("std")
@@ -87,7 +87,7 @@ def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.std(x, axis=-1, correction=1)`.
     """
-    return _cast(hw.sqrt(_variance(x, dims_of(x, axis, "std"), correction, keepdims, "std")), x.dtype)
+    return hw.astype(hw.sqrt(_variance(x, dims_of(x, axis, "std"), correction, keepdims, "std")), x.dtype)
 
 
 def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: bool, name: str) -> Tensor:
@@ -119,7 +119,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """
     axis, wide = dim_of(x, axis, "softmax"), _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
-    return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
+    return hw.astype(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
 
 
 @_called("log_softmax")
@@ -130,7 +130,7 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """
     axis, wide = dim_of(x, axis, "log_softmax"), _wide(x)
     distance = wide - hw.max(wide, axis, keepdims=True)
-    return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
+    return hw.astype(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
 
 
 @_called("layer_norm")
@@ -186,18 +186,14 @@ def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
     if weight is not None:
-        normed = normed * _cast(weight, normed.dtype)
+        normed = normed * hw.astype(weight, normed.dtype)
     if bias is not None:
-        normed = normed + _cast(bias, normed.dtype)
-    return _cast(normed, x.dtype)
+        normed = normed + hw.astype(bias, normed.dtype)
+    return hw.astype(normed, x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
     return hw.astype(x, f32) if x.dtype.kind == "float" and x.dtype.itemsize < f32.itemsize else x
-
-
-def _cast(x: Tensor, dtype: DType) -> Tensor:
-    return x if x.dtype == dtype else hw.astype(x, dtype)
 
 
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------
@@ -241,13 +237,13 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
-    merged = _merged(scales, scaling)
+    merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)  # without the dims of the elements of a block
     wanted = TensorType(f32, tuple(map(Dim, merged)))
     if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
         raise ProgramError.here(f"quantize: the scale is {scale.type}, but {x.type} needs {wanted}; pass that")
 
     def divided(by: Tensor) -> Tensor:
-        values = _worded("quantized", hw.astype(wide / _cast(by, wide.dtype), dtype))
+        values = _worded("quantized", hw.astype(wide / hw.astype(by, wide.dtype), dtype))
         return hw.reshape(values, *map(str, shape)) if split != shape else values
 
     top = hw.max(hw.abs(wide), inner, keepdims=True)
@@ -255,7 +251,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     if scaling == "tensor" and wide.ndim > 1:
         # reduces the maxima of the rows, because the kernel of a norm can compute these
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
-    own = _worded("scale", _cast(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
+    own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 
@@ -268,11 +264,6 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
     if scaling == "block2d" and len(shape) != 2:
         raise ProgramError.here(f"quantize: [{', '.join(map(str, shape))}] has {len(shape)} dims, and block2d needs 2; use hw.reshape")
     return tuple(part for i, size in enumerate(shape) for part in ((size // BLOCK, Size(BLOCK)) if i in blocked else (size,)))
-
-
-def _merged(scales: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """Shape of the scales. `scales` has a dim of 1 for the elements of each block."""
-    return {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
@@ -301,10 +292,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair
     first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))
-    c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
+    c, s = (hw.expand_dims(hw.astype(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
     both = first * c - second * s, second * c + first * s
     turned = hw.where(hw.iota(pairs, of_pair) == 0, *both) if interleaved else hw.concat(both, of_pair)
-    return hw.reshape(_worded("rotary", _cast(turned, x.dtype)), *map(str, x.type.shape))
+    return hw.reshape(_worded("rotary", hw.astype(turned, x.dtype)), *map(str, x.type.shape))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -211,13 +211,9 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
     begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: index of the first choice for each destination rank
-    has_room = places - indices.take_along_axis(begins, target, 1) < _number(room, own)
+    earlier = places - indices.take_along_axis(begins, target, 1)
+    has_room = earlier < (int(room) if room.is_int else record("iota", target=TensorType(i64, (Dim(room),)), beside=own)[-1] + 1)
     return hw.reshape(hw.where(has_room, own, num_experts), *map(str, ids.type.shape))
-
-
-def _number(size: Size, beside: Tensor) -> Tensor | int:
-    """Converts a size to an int or a scalar tensor."""
-    return int(size) if size.is_int else record("iota", target=TensorType(i64, (Dim(size),)), beside=beside)[-1] + 1
 
 
 @_called("dispatched")

@@ -138,8 +138,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
     Example: `hw.astype(x, hw.f32)`.
     """
-    if not isinstance(dtype, DType):
-        raise ProgramError.here(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like")
+    _expect_dtype("astype", dtype)
     return x if x.dtype == dtype else record("astype", x, target=TensorType(dtype, x.type.dims))
 
 

@@ -85,16 +85,11 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     Example: `x: f32[8, N]` and `indices: i64[4, K]` give `f32[4, K]` by `hw.gather(x, 1, indices)`.
     """
     number = dim_of(x, axis, "gather")
-    return take_along_axis(_cut_to(x, indices, number, "gather"), indices, number)
-
-
-def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
-    """Slices the dims of x, except `axis`, to the sizes of `indices`."""
     if x.ndim != indices.ndim:
-        raise ProgramError.here(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
+        raise ProgramError.here(f"gather: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
     pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
-    cuts = [slice(int(few)) if i != axis and few != many and few.is_int else slice(None) for i, (many, few) in pairs]
-    return x[tuple(cuts)] if cuts else x
+    cuts = [slice(int(few)) if i != number and few != many and few.is_int else slice(None) for i, (many, few) in pairs]
+    return take_along_axis(x[tuple(cuts)] if cuts else x, indices, number)
 
 
 @_called("embedded")

@@ -314,16 +314,12 @@ def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType)
     beside_bias = op[HAS_BIAS] and (op[WINDOW] > 0 or not (sees_all or at_top_left))
     in_the_middle = has_lengths and not sees_all and bool(rows.axes)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
-    packs = query.shape[-1] == value.shape[-1] and _is_packed_head(int(query.shape[-1]))
+    # cuDNN supports packed sequences with heads of these sizes
+    packs = query.shape[-1] == value.shape[-1] and (head := int(query.shape[-1])) % 16 == 0 and head >= 32
     # for other head counts, the memory layout decides
     packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
-
-
-def _is_packed_head(size: int) -> bool:
-    """True if cuDNN supports packed sequences with heads of this size."""
-    return size % 16 == 0 and size >= 32
 
 
 def kernels_for(dtype: DType, head: int) -> str:

@@ -70,11 +70,7 @@ OPS["start"] = replace(OPS["index"], numpy=lambda np, ids, rows: np.clip(ids, 0,
 # --- gather -----------------------------------------------------------------------------------------------------------
 
 
-def _one(type: TensorType, axis: int) -> TensorType:
-    return _replaced(type, axis, ONE)
-
-
-def _at(index: TensorType, axis: int, beside: TensorType) -> None:
+def _at(index: TensorType, beside: TensorType) -> None:
     if index.dtype != i64 or len(index.dims) != len(beside.dims):
         raise Mismatch(f"{index} is not an i64 tensor with as many dims as {beside}; use index, and hw.expand_dims")
 
@@ -82,9 +78,9 @@ def _at(index: TensorType, axis: int, beside: TensorType) -> None:
 def _take(types: Types, op: Op) -> TensorType:
     x, index, rows = types
     axis = checked_axis(op[AXIS], x)
-    _at(index, axis, x)
+    _at(index, x)
     _rows(rows, x.shape[axis])
-    return _replaced(TensorType(x.dtype, broadcast((_one(x, axis), _one(index, axis)))), axis, index.shape[axis])
+    return _replaced(TensorType(x.dtype, broadcast((_replaced(x, axis, ONE), _replaced(index, axis, ONE)))), axis, index.shape[axis])
 
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
@@ -108,15 +104,10 @@ def _looked_up(types: Types, op: Op) -> IndexMap:
     result = op.result.type.shape
     labels = numbered(result)
     x, index = (
-        tuple(label if i != op[AXIS] else own for i, label in enumerate(aligned(_but(type.shape, op[AXIS], result), result, labels)))
+        tuple(label if i != op[AXIS] else own for i, label in enumerate(aligned(type.shape, result, labels)))
         for type, own in ((types[0], INDEXED), (types[1], labels[op[AXIS]]))
     )
     return IndexMap((x, index, (INDEXED,)), labels, unwalked=frozenset((INDEXED,)))
-
-
-def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Shape with the size of the indexed dim replaced by the result's size."""
-    return tuple(result[i] if i == axis else size for i, size in enumerate(shape))
 
 
 OPS["take"] = OpDef(
@@ -169,13 +160,13 @@ OPS["reverse_second"] = OpDef(
 def _scatter(types: Types, op: Op) -> TensorType:
     *into, index, source, rows = types
     axis = checked_axis(op[AXIS], source)
-    _at(index, axis, source)
+    _at(index, source)
     if index.shape[axis] != source.shape[axis]:
         raise Mismatch(f"{index} does not have an index for each element of dim {axis} of {source}; make these dims equal")
     if not into:
         require(source, NUMBERS)
     size = _rows(rows)
-    result = _replaced(TensorType(source.dtype, broadcast((_one(index, axis), _one(source, axis)))), axis, size)
+    result = _replaced(TensorType(source.dtype, broadcast((_replaced(index, axis, ONE), _replaced(source, axis, ONE)))), axis, size)
     for x in into:
         if (x.dtype, x.shape) != (result.dtype, result.shape):
             raise Mismatch(
@@ -207,7 +198,7 @@ def _sent(types: Types, op: Op) -> IndexMap:
     result = op.result.type.shape
     labels = numbered(result)
     kept: Labels = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
-    sources = [aligned(_but(type.shape, op[AXIS], result), result, labels) for type in (index, source)]
+    sources = [aligned(type.shape, result, labels) for type in (index, source)]
     ends = [tuple(OTHER if i == op[AXIS] else label for i, label in enumerate(own)) for own in sources]
     return IndexMap((*(kept for _ in into), *ends, (INDEXED,)), kept, unwalked=frozenset((INDEXED, OTHER)))
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from math import erf as _erf_of_float
-from math import erfc as _erfc_of_float
-from math import lgamma as _lgamma_of_float
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.signatures import named, public_names
@@ -106,20 +103,14 @@ def _binary(
     return named(function, kind, doc)
 
 
-def _erf(np: Any, x: Any) -> Any:
-    return np.vectorize(_erf_of_float, otypes=[np.float64])(x)
+def _of_float(function: Callable[[float], float]) -> Callable[..., Any]:
+    """NumPy function that applies a function of one float to each element."""
+    return lambda np, x: np.vectorize(function, otypes=[np.float64])(x)
 
 
-def _erfc(np: Any, x: Any) -> Any:
-    return np.vectorize(_erfc_of_float, otypes=[np.float64])(x)
-
-
-def _lgamma(np: Any, x: Any) -> Any:
-    def lgamma(x: float) -> float:
-        is_pole = math.isinf(x) or (x <= 0 and x == math.trunc(x))
-        return math.inf if is_pole or x > 1e300 else _lgamma_of_float(x)
-
-    return np.vectorize(lgamma, otypes=[np.float64])(x)
+def _lgamma(x: float) -> float:
+    is_pole = math.isinf(x) or (x <= 0 and x == math.trunc(x))
+    return math.inf if is_pole or x > 1e300 else math.lgamma(x)
 
 
 def _inverse(word: str) -> Callable[..., Any]:
@@ -128,7 +119,7 @@ def _inverse(word: str) -> Callable[..., Any]:
 
 
 def _gelu(np: Any, x: Any) -> Any:
-    return x / 2 * (1 + _erf(np, x / np.sqrt(2)))
+    return x / 2 * (1 + _of_float(math.erf)(np, x / np.sqrt(2)))
 
 
 def _gelu_tanh(np: Any, x: Any) -> Any:
@@ -208,9 +199,11 @@ asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "{std:asinh}({0})
 acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "{std:acosh}({0})", _inverse("cosh"), cost=40)
 atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "{std:atanh}({0})", _inverse("tanh"), cost=40)
 tanh = _unary("tanh", "The hyperbolic tangent.", "{std:tanh}({0})", cost=30)
-erf = _unary("erf", "The error function.", "{std:erf}({0})", _erf, fast=("{std:erf}", "hw::fast_erf"), cost=30)
-erfc = _unary("erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "{std:erfc}({0})", _erfc, cost=30)
-lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _lgamma, cost=100)
+erf = _unary("erf", "The error function.", "{std:erf}({0})", _of_float(math.erf), fast=("{std:erf}", "hw::fast_erf"), cost=30)
+erfc = _unary(
+    "erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "{std:erfc}({0})", _of_float(math.erfc), cost=30
+)
+lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _of_float(_lgamma), cost=100)
 sigmoid = _unary(
     "sigmoid",
     "The sigmoid function, 1 / (1 + exp(-x)).",

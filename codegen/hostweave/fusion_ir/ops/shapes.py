@@ -1,6 +1,7 @@
 """Ops that change the shape, or the order of elements."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbered
@@ -83,9 +84,7 @@ def _concat(types: Types, op: Op) -> TensorType:
         for i, (have, want) in enumerate(zip(other.shape, first.shape, strict=True)):
             if i != axis and have != want:
                 raise Mismatch(f"{first} and {other} differ in dim {i}; only dim {axis}, along which they are joined, may differ")
-    size = Size(0)
-    for type in types:
-        size = size + type.shape[axis]
+    size = sum((type.shape[axis] for type in types), Size(0))
     return TensorType(dtype, tuple(Dim(size if i == axis else e) for i, e in enumerate(first.shape)))
 
 
@@ -183,10 +182,7 @@ def _joined(types: Types, op: Op) -> IndexMap:
 
 def _starts(types: Types, op: Op) -> tuple[dict[int, Size], ...]:
     """Start of each operand of a concat in the result."""
-    starts = [Size(0)]
-    for type in types:
-        starts.append(starts[-1] + type.shape[op[AXIS]])
-    return tuple({op[AXIS]: start} for start in starts[:-1])
+    return tuple({op[AXIS]: start} for start in accumulate((type.shape[op[AXIS]] for type in types[:-1]), initial=Size(0)))
 
 
 def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
