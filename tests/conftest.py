@@ -74,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
+        # On one core, the parts of the runtime's kernel files take longer than the files.
+        pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not is_worker:

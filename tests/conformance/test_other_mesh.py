@@ -97,6 +97,8 @@ CASES = [
     *((moves, pair) for pair in PAIRS),
     *((reductions, pair) for pair in ("three to two, one of them in both", "some to all")),
 ]
+# Pairs with all kinds of moves. Programs of other pairs are interpreted by default, and compiled with -m slow.
+COMPILED = ("one between two", "two stages", "three to two, one of them in both", "some to all", "four to six, two of them in both")
 NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
 
 
@@ -117,7 +119,9 @@ def test_interpreted(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> Non
         compare(fusion, given, interpret(program, given))
 
 
-@pytest.mark.parametrize(("of", "pair"), CASES, **NAME_PARTS)
+@pytest.mark.parametrize(
+    ("of", "pair"), [pytest.param(*case, marks=[] if case[1] in COMPILED else [pytest.mark.slow]) for case in CASES], **NAME_PARTS
+)
 def test_compiled(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, target: str) -> None:
     fusion, lowered = fusion_and_program(of, pair)
     program = hw.compile(lowered, target=target)

@@ -259,7 +259,9 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192, 20000])
+@pytest.mark.parametrize(
+    "length", [32, 96, 128, 1000, 1024, 5120, 20000, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 256, 8192))]
+)
 def test_rows(length: int, is_known: bool, target: str) -> None:
     """A norm and a softmax whose rows are in registers of a few threads of a warp, in registers of a block, or in memory."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"

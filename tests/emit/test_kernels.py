@@ -159,7 +159,11 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Kernels of i64 and i8 are like those of i32 and u8, and tests of integers have them, too.
+COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("dtype", COMPARED)
 def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     every = cases(dtype)
     compiled = compile(program(dtype, every), target)

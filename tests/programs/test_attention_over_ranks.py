@@ -163,7 +163,7 @@ def test_mistake_in_host_ir() -> None:
         verify_host(HostProgram.parse(f"{head} {{\n  attention %q, %q, %q scaled 1.0 blind ones -> %y\n}}\n"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
     """The last ranks have fewer keys or none, but there is one block per rank."""

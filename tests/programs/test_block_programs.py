@@ -53,7 +53,7 @@ def nested(ranks: int) -> Fusion:
     return nested
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
     fusion = nested(ranks)
     program = compiled(fusion)

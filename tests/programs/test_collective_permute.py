@@ -32,7 +32,7 @@ def exchanges(ranks: int) -> Fusion:
     return exchanges
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_every_rank(ranks: int) -> None:
     fusion = exchanges(ranks)
     program = hw.compile(fusion)

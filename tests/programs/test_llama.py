@@ -57,7 +57,7 @@ def on_gpus(ranks: int, *case: Any) -> Any:
 
 
 CASES = [
-    ("cpu", 1, "float32", True),
+    pytest.param("cpu", 1, "float32", True, marks=pytest.mark.slow),  # part of the case of 4 ranks
     ("cpu", 2, "float32", False),
     ("cpu", 4, "float32", True),
     ("cpu", 2, "bfloat16", False),

@@ -75,7 +75,7 @@ def test_norms_of_what_is_far_from_zero() -> None:
     np.testing.assert_allclose(variance, x.astype(np.float64).var(0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
     """Variances with each correction, over sharded and unsharded dims. The result is NaN if the correction equals the number of

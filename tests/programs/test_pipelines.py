@@ -25,7 +25,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import holds
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_matches_numpy(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import Any
@@ -27,6 +29,7 @@ NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # 2, 3 and 8 ranks have each kind of step
+TWO = pytest.param(2, marks=pytest.mark.slow)  # in loops with gathers; quantised rows travel in the same loops
 OTHERS = [("row", 24), ("block", "M")]  # with the other kind of scales, or of rows
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
@@ -66,40 +69,48 @@ def sharded(ranks: int, split: str, dims: str, sizes: tuple[int, int]) -> list[A
     return [f"{size}@x" if dim == split and size % ranks == 0 and size > 1 else size for dim, size in zip(dims, sizes, strict=True)]
 
 
+def rows_of(kind: str) -> int:
+    return 256 if kind == "mixed" else M
+
+
 def product(
-    ranks: int, kind: str, splits: str, out: hw.DType = hw.f32, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3)
+    ranks: int,
+    kinds: Collection[str],
+    splits: str,
+    out: hw.DType = hw.f32,
+    dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """Matmuls in which one dim, and its scales, are sharded, for each dim."""
-    m = 256 if kind == "mixed" else M
-    of_a, of_b = scales_of(kind, m, K, N)
+    """Matmuls of each kind in which one dim, and its scales, are sharded, for each dim."""
     types: dict[str, hw.TensorType] = {}
-    for split in splits:
-        types[f"a_{split}"] = dtypes[0][tuple(sharded(ranks, split, "MK", (m, K)))]
-        types[f"w_{split}"] = dtypes[1][tuple(sharded(ranks, split, "NK", (N, K)))]
-        types[f"s_{split}"] = hw.f32[tuple(sharded(ranks, split, "MK", of_a))]
-        types[f"t_{split}"] = hw.f32[tuple(sharded(ranks, split, "KN", of_b))]
+    ends = [f"{kind}_{split}" for kind in kinds for split in splits]
+    for kind, split in itertools.product(kinds, splits):
+        m, end = rows_of(kind), f"{kind}_{split}"
+        of_a, of_b = scales_of(kind, m, K, N)
+        types[f"a_{end}"] = dtypes[0][tuple(sharded(ranks, split, "MK", (m, K)))]
+        types[f"w_{end}"] = dtypes[1][tuple(sharded(ranks, split, "NK", (N, K)))]
+        types[f"s_{end}"] = hw.f32[tuple(sharded(ranks, split, "MK", of_a))]
+        types[f"t_{end}"] = hw.f32[tuple(sharded(ranks, split, "KN", of_b))]
 
     def products(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        return tuple(
-            hw.scaled_matmul(given[f"a_{split}"], given[f"w_{split}"].T, given[f"s_{split}"], given[f"t_{split}"], out_dtype=out)
-            for split in splits
-        )
+        operands = ([given[f"{name}_{end}"] for name in "awst"] for end in ends)
+        return tuple(hw.scaled_matmul(a, w.T, s, t, out_dtype=out) for a, w, s, t in operands)
 
     products.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in types])  # type: ignore[attr-defined]
     return hw.fusion(mesh=hw.Mesh(x=ranks), **types)(products)
 
 
-def given_to(splits: str, given: dict[str, Array]) -> dict[str, Array]:
-    return {f"{name}_{split}": array for split in splits for name, array in given.items()}
+def given_to(splits: str, **given: dict[str, Array]) -> dict[str, Array]:
+    """Arguments of a product: arrays by the kind of their scales."""
+    return {f"{name}_{kind}_{split}": array for kind, of in given.items() for split in splits for name, array in of.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, FOUR, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_and_shardings(kind: str, ranks: int) -> None:
-    given = arrays(kind, m=256 if kind == "mixed" else M)
-    program = hw.compile(product(ranks, kind, "MKN"))
-    for y in program.run(**given_to("MKN", given)):
-        near(y, exact(given), terms=ranks)
+def test_kinds_and_shardings(ranks: int) -> None:
+    given = {kind: arrays(kind, m=rows_of(kind)) for kind in KINDS}
+    program = hw.compile(product(ranks, KINDS, "MKN"))
+    results = program.run(**given_to("MKN", **given))
+    for (kind, _), y in zip(itertools.product(KINDS, "MKN"), results, strict=True):
+        near(y, exact(given[kind]), terms=ranks)
     assert "composed" not in program.explain()
 
 
@@ -108,8 +119,8 @@ def test_kinds_and_shardings(kind: str, ranks: int) -> None:
 def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
     given = arrays("row", dtypes)
     given["s"], given["t"] = given["s"] / 256, given["t"] / 256
-    program = hw.compile(product(2, "row", "M", out, dtypes))
-    near(program.run(**given_to("M", given)), exact(given), out)
+    program = hw.compile(product(2, ["row"], "M", out, dtypes))
+    near(program.run(**given_to("M", row=given)), exact(given), out)
     is_composed = dtypes[0] == dtypes[1] == hw.f8e5m2
     assert (
         "composed of casts, a matmul and multiplications, because cuBLASLt has no product of f8e5m2" in program.explain()
@@ -124,17 +135,17 @@ def test_bits_are_those_of_one_rounding() -> None:
         "s": np.exp2(random.integers(-3, 4, (M, 1))).astype(np.float32),
         "t": np.exp2(random.integers(-3, 4, (1, N))).astype(np.float32),
     }
-    y = hw.compile(product(2, "row", "M", hw.bf16)).run(**given_to("M", given))
+    y = hw.compile(product(2, ["row"], "M", hw.bf16)).run(**given_to("M", row=given))
     np.testing.assert_array_equal(y.astype(np.float64), cast(exact(given).astype(np.float32), hw.bf16).astype(np.float64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_host_programs_compute_the_same(kind: str) -> None:
-    given = arrays(kind, m=256 if kind == "mixed" else M)
+    given = arrays(kind, m=rows_of(kind))
     for options in (Options(), Options(machine=OLD)):
-        host = lower(product(2, kind, "K"), options)
+        host = lower(product(2, [kind], "K"), options)
         assert ("scales" in str(host)) == (options.machine is None)
-        near(interpret(host, given_to("K", given))[0][host.outputs[0].name], exact(given), terms=64)
+        near(interpret(host, given_to("K", **{kind: given}))[0][host.outputs[0].name], exact(given), terms=64)
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------
@@ -168,7 +179,7 @@ def run_loops(fusion: Fusion, terms: int) -> None:
         near(y, exact(given[kind]), terms=terms)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, FOUR, 8])
+@pytest.mark.parametrize("ranks", [TWO, 3, FOUR, 8])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     """Matmuls are pipelined with the gathers of their rows and of the rows' scales."""
@@ -280,7 +291,7 @@ def test_a_bias_in_f32() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_epilogues_and_empty_operands(kind: str) -> None:
-    m = 256 if kind == "mixed" else M
+    m = rows_of(kind)
     of_a, of_b = scales_of(kind, m, K, N)
 
     @hw.fusion(a=hw.f8e4m3[m, K], w=hw.f8e4m3[K, N], s=hw.f32[of_a], t=hw.f32[of_b], b=hw.bf16[N], r=hw.bf16[m, N])
@@ -328,13 +339,14 @@ def test_sizes_that_tensor_cores_lack() -> None:
         hw.compile(named).run(**given)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_composed_on_a_machine_without_scales(kind: str, ranks: int) -> None:
-    given = arrays(kind, m=256 if kind == "mixed" else M)
-    program = hw.compile(product(ranks, kind, "M"), options=Options(machine=OLD))
-    near(program.run(**given_to("M", given)), exact(given), terms=64)
-    assert "composed of casts, a matmul and multiplications, because the GPU is old" in program.explain()
+def test_composed_on_a_machine_without_scales(ranks: int) -> None:
+    given = {kind: arrays(kind, m=rows_of(kind)) for kind in KINDS}
+    program = hw.compile(product(ranks, KINDS, "M"), options=Options(machine=OLD))
+    for kind, y in zip(KINDS, program.run(**given_to("M", **given)), strict=True):
+        near(y, exact(given[kind]), terms=64)
+    reason = "composed of casts, a matmul and multiplications, because the GPU is old"
+    assert program.explain().count(reason) == len(KINDS)
 
 
 def test_mistakes() -> None:
@@ -353,9 +365,10 @@ def test_mistakes() -> None:
 
 @needs_cuda
 def test_compiles_and_links_for_cuda() -> None:
+    program = hw.compile(product(2, KINDS, "K"), target="cuda")
+    assert "warning" not in (program.folder / "build.log").read_text()
     for kind in KINDS:
-        program = hw.compile(product(2, kind, "K"), target="cuda")
-        assert "warning" not in (program.folder / "build.log").read_text()
+        program = hw.compile(product(2, [kind], "K"), target="cuda")
         for mode in {"tensor": ["SCALAR"], "row": ["OUTER_VEC"], "vectors": ["VEC128"]}.get(kind, ["VEC128", "BLK128x128"]):
             assert f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source
         assert "composed" not in program.explain()

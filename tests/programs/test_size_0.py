@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compiled_fusions import EXCHANGES, ONE_SIDED, expect, fusion_of, integer_arrays, sizes_of
+from compiled_fusions import EXCHANGES, ONE_SIDED, expect, fusion_of, integer_arrays, sizes_of, with_transports
 from cuda_here import nccl
 
 import hostweave as hw
@@ -12,12 +12,13 @@ from hostweave.base.errors import ArgumentError
 from hostweave.build.cuda import gpus
 
 LOOPS = ("ag_matmul_p2p", "ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "gated_in_loops", "three_layers", "gradients")
-CASES = [(name, transport) for name in (*EXCHANGES, *LOOPS) for transport in ("peer", "one_sided", "two_sided")]
-CASES += [(name, "auto") for name in ONE_SIDED]
+NAMES = (*EXCHANGES, *LOOPS)
+CASES = [(name, transport) for name in NAMES for transport in ("peer", "one_sided", "two_sided")] + [(name, "auto") for name in ONE_SIDED]
 ON_GPUS = [("permutes", "peer"), ("exchanges", "two_sided"), ("mlp_put", "auto"), ("residual_put", "auto")]
 HAS_GPUS = len(gpus()) >= 2 and nccl() >= 22900
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPUS, reason="needs 2 GPUs, and NCCL 2.29")]
-PLACES = [("cpu", 2, *case) for case in CASES] + [pytest.param("cpu", 3, *case, marks=pytest.mark.slow) for case in CASES]
+PLACES = with_transports([("cpu", 2, name) for name in NAMES]) + [("cpu", 2, *case) for case in CASES if case[1] in ("two_sided", "auto")]
+PLACES += [pytest.param("cpu", 3, *case, marks=pytest.mark.slow) for case in CASES]
 PLACES += [pytest.param("cuda", 2, *case, marks=on_gpus) for case in ON_GPUS]
 
 
@@ -40,7 +41,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
     program.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
     """Results are empty, as in NumPy, also in the variant for uneven sizes."""

@@ -115,7 +115,7 @@ def test_what_is_left_to_the_library() -> None:
     assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
     """Each rank has one element of the reduced dim, so its term is the operand, which the kernel reads again."""
 

@@ -17,7 +17,8 @@ from hostweave.base.errors import OverlapWarning
 from hostweave.fusion_ir.ir import Fusion
 
 SIZES = {"M": 5, "N": 6, "K": 3, "J": 3, "B": 3, "S": 4, "E": 5}
-MESHES = [hw.Mesh(a=1, b=1), hw.Mesh(a=2, b=1), hw.Mesh(a=1, b=3), hw.Mesh(a=2, b=2), hw.Mesh(a=2, b=4)]
+MESHES: list[Any] = [hw.Mesh(a=1, b=1), hw.Mesh(a=2, b=1), hw.Mesh(a=1, b=3), hw.Mesh(a=2, b=4)]
+MESHES += [pytest.param(hw.Mesh(a=2, b=2), marks=pytest.mark.slow)]
 
 
 def some_axes(mesh: hw.Mesh) -> Fusion:

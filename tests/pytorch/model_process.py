@@ -12,7 +12,6 @@ import sys
 from functools import partial
 
 import torch
-from small_models import MESHES, expect_gradients, training_model
 from trained_dtensors import run_cases, train
 
 import hostweave as hw
@@ -21,6 +20,8 @@ import hostweave.torch
 
 def check(name: str, group: hw.Group, device: torch.device) -> None:
     """Compares logits, and the loss and gradients of a step. A rank has blocks of the arguments, and all parameters."""
+    from small_models import MESHES, expect_gradients, training_model  # imports transformers, which takes seconds
+
     module, inputs, plan = training_model(name, group.count)
     module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}
     want, mesh = copy.deepcopy(module), MESHES[group.count]

@@ -49,7 +49,7 @@ class MLP(nn.Module):
         return self.down(torch.nn.functional.silu(self.up(x)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", ["row", "tensor"])
 def test_scaled_mm(kind: str, ranks: int) -> None:
     torch.manual_seed(0)
@@ -68,8 +68,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        (hw.Mesh(tp=1), TP),
-        pytest.param(hw.Mesh(tp=2), TP, marks=pytest.mark.slow),  # part of the next two
+        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # part of the next two
         (hw.Mesh(dp=2, tp=2), TP | {"x": "dp, -, -"}),
         (hw.Mesh(tp=4), TP | {"x": "-, tp, -", "down": "-, tp, -"}),
     ],

@@ -56,7 +56,7 @@ def arrays() -> dict[str, np.ndarray]:
     return {name: random.integers(-2, 3, [SIZES[size] for size in dims]).astype(np.float32) for name, dims in shapes.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_result_and_choice(ranks: int) -> None:
     ways = {"@layer %y": f"put({ranks})", "@layer %z": "all_reduce(2)"} if ranks > 1 else {}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
@@ -70,7 +70,7 @@ def test_result_and_choice(ranks: int) -> None:
     np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
     """A gathered value, such as a gradient, is used by rows in one matmul, by columns in another matmul after the loop, and as a
