@@ -2,7 +2,7 @@
 epilogue or condition.
 
 `mutants(host)` returns all mutants. `judge` tells if the check of results detects an error, and if a comparison in f64 does. `python
-tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check.md. `60 training` judges
+tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. `60 training` judges
 mutants of training programs, which need PyTorch. `22 others 3 8` judges every eighth program, starting with number 3.
 """
 

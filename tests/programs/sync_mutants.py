@@ -1,6 +1,6 @@
 """Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
-`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check.md, for the programs of `test_mutations.py` and
+`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check-tests.md, for the programs of `test_mutations.py` and
 `test_one_sided_mutations.py`. These tests show that the accepted mutants give correct results.
 """
 
