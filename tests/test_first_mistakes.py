@@ -385,7 +385,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         (lambda: A.shard([[1.0]], 0, MESH), "shard: list is not an array; pass np.asarray of it"),
         (lambda: hw.f32["M@y"].shard(X, 0, MESH), "f32[M@y]: no axis y in mesh(x=2); its axes: x"),
         (lambda: A.unshard([X, None], MESH), "unshard: NoneType is not an array; pass np.asarray of it"),
-        (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is not a shape; pass that of the global array"),
+        (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is not a shape; pass the shape of the global array"),
         (lambda: hw.fusion(x=A)(3), "fusion @program: 3 is not a function; write a def below the line of the decorator"),
         (lambda: hw.fusion(donate=3, mesh=MESH, x=A)(lambda x: x), 'donate=3: name inputs of the function, as in donate=("x",)'),
         pytest.param(
@@ -398,7 +398,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         (lambda: PRODUCT.export(None), "export: folder=None is not a str or Path; write export(folder, wheel='', version='0.1.0')"),
         (
             lambda: pickle.dumps(PRODUCT),
-            "program: a compiled program cannot be pickled; pickle the fusion, and compile that where",
+            "program: a compiled program cannot be pickled; pickle the fusion, and compile it after",
         ),
         (lambda: hw.init("torch"), "hw.init: 'torch' is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or omit it"),
         (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; pass a number such as 60"),

@@ -94,7 +94,7 @@ class Program:
         return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
-        raise ProgramError(f"{self.name}: a compiled program cannot be pickled; pickle the fusion, and compile that where you load it")
+        raise ProgramError(f"{self.name}: a compiled program cannot be pickled; pickle the fusion, and compile it after loading")
 
     @property
     def target(self) -> Target:
@@ -184,7 +184,7 @@ class Program:
     ) -> Report:
         """Predicts the timeline of a call on all ranks of a machine. Nothing is built or run, so the machine need not exist.
 
-        `sizes` are global sizes by name. Missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures for the
+        `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096. `machine` has the figures for the
         prediction, by default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh
         axes by name. The cost model then chooses again. More than 8 ranks need a machine with a `network` between hosts. Time that hosts
         take to enqueue is not included. Returns a report. `print` shows its totals, and `save("f.html")` writes it as a page.
@@ -412,7 +412,7 @@ class Program:
         if wheel not in ("", *NAMES):
             raise ArgumentError(f"{self.name}: export: wheel={wheel!r} is not a target; write one of {', '.join(NAMES)}")
         if self.host.windows:
-            why = f"{', '.join(self.host.windows)}: is compiled for a window, which only a group in Python can allocate"
+            why = f"the arrays of {', '.join(self.host.windows)} must be in windows, which only a group in Python can allocate"
             raise ProgramError(f"{self.name}: export: {why}; omit Options(windows=...)")
         try:
             reference, dtypes = reference_of(self.compiled.given, self.compiled.options)

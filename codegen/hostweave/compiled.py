@@ -43,7 +43,7 @@ OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods th
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled program. A variant for calls that this program cannot take is another object of this class, see `Variants`."""
+    """A compiled program. A variant for calls that this program cannot run is another object of this class, see `Variants`."""
 
     given: Fusion | HostProgram
     host: HostProgram

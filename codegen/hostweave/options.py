@@ -43,7 +43,8 @@ class Options:
       - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
       - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are stream
         memory operations. Needs peer access between the GPUs, and no communication library.
-      - one_sided: the same through windows and signals of the library. Needs version 2.29 or later (2.32 for moves between meshes).
+      - one_sided: the same transfers, through windows and signals of the communication library. Needs version 2.29 or later (2.32 for moves
+        between meshes).
       - auto: two_sided for most communication. Chunk loops use peer if they have `.stream(..., algorithm="put")` or if the cost model
         chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         All-reduces of few bytes are fused into the kernels that consume them.
@@ -62,14 +63,14 @@ class Options:
       gives them, or if the library's allocator returns memory that was freed.
 
       With transport one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls 3, 5, 9, 17 and
-      so on, at least every 4096 calls. If nearly all calls since the last decision had repeated arrays on every rank, calls are graphs
-      until the next decision, even with new arrays.
+      so on, at least every 4096 calls. If nearly all calls since the last decision used arrays of an earlier call, on every rank, calls are
+      graphs until the next decision, even with new arrays.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
-      instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the algorithms. All
-      ranks use the same ones. Results are stored in the cache folder, by GPU and cuBLASLt version. The CPU target has only one algorithm,
-      so nothing is measured there.
+      instead of the first. This happens when the program is prepared for the sizes. Algorithms that need more than the workspace of the
+      matmul are not measured. All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. The
+      CPU target has only one algorithm, so nothing is measured there.
     - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the
       store. Ranks that are threads always do this.
 

@@ -107,7 +107,7 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # Passes that take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Facts of the host IR. Each fact holds after the first pass that follows it, and until before the second one. `LEVELS` has the facts of the
+# Facts of the host IR, each with two passes. The fact holds after the first pass, until the second pass runs. `LEVELS` has the facts of the
 # fusion IR. A host program that a user wrote need not satisfy the facts.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),

@@ -295,7 +295,7 @@ class Running:
         """Makes a call on all ranks of this process. Restarts the ranks if an error has stopped some of them."""
         host, target, ranks = self.compiled.host, self.compiled.target, self.compiled.host.mesh.size
         if host.windows:
-            why = f"{', '.join(host.windows)}: is compiled for arrays in a rank's window"
+            why = f"the arrays of {', '.join(host.windows)} must be in windows of a group"
             raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or omit Options(windows=...)")
         self._expect_open()
         module = self._module(ranks)

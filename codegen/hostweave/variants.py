@@ -64,7 +64,7 @@ class Variants(Generic[R]):
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> R:
-        """The program for a machine whose figures say which memory ranks cannot access."""
+        """The program for `machine`, whose figures list the memory that ranks cannot access."""
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", ways={}, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> R | None:

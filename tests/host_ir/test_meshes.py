@@ -71,7 +71,7 @@ def test_places_in_a_mesh_of_some_ranks() -> None:
         (lambda: LINE.ranks([0, 1], a=3), "ranks: 2 ranks do not form a mesh of a=3; the product must be equal"),
         (
             lambda: GRID.ranks([0, 5]),
-            "ranks: [0, 5] is not a block of mesh(dp=2, tp=4) in its order, so its axes cannot be inferred; name them: .ranks([...], x=2)",
+            "ranks: [0, 5] is not a row-major block of mesh(dp=2, tp=4), so its axes cannot be inferred; name them: .ranks([...], x=2)",
         ),
         (lambda: hw.f32["M@tp"].on(FIRST), "f32[M@tp] on mesh(x=2 of ranks 0, 1): no axis tp in mesh(x=2 of ranks 0, 1); its axes: x"),
     ],
@@ -88,14 +88,14 @@ def test_shards_of_a_mesh_of_some_ranks() -> None:
     np.testing.assert_array_equal(spec.shard(array, 1, LINE), array[2:])
     np.testing.assert_array_equal(spec.unshard([array[:2], array[2:]], LINE), array)
     with pytest.raises(
-        ArgumentError, match=r"^shard: rank 0 has nothing of f32\[M@x, 2\] on mesh\(x=2 of ranks 3, 1\); ask a rank of its mesh$"
+        ArgumentError, match=r"^shard: rank 0 holds no part of f32\[M@x, 2\] on mesh\(x=2 of ranks 3, 1\); choose a rank of its mesh$"
     ):
         spec.shard(array, 0, LINE)
     assert [spec.block((5, 2), rank, LINE) for rank in (3, 1)] == [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(0, 2))]
     for shape, rank, message in (
-        ((4, 2), 0, "block: rank 0 has nothing of"),
+        ((4, 2), 0, "block: rank 0 holds no part of"),
         ((4, 3), 1, "block: array: dim 1 is 3; it must be 2"),
-        ((4,), 1, r"an array of 1 dims is not a f32\[M@x, 2\]"),
+        ((4,), 1, r"an array of 1 dims does not fit f32\[M@x, 2\]"),
     ):
         with pytest.raises(ArgumentError, match=message):
             spec.block(shape, rank, LINE)

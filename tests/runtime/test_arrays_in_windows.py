@@ -251,7 +251,7 @@ def test_what_was_compiled_for_windows_gets_them() -> None:
     with pytest.raises(ArgumentError) as caught:
         program.run(**arrays_of(0))
     assert str(caught.value) == (
-        "shared: run: x, h: is compiled for arrays in a rank's window; call the program in a group, or omit Options(windows=...)"
+        "shared: run: the arrays of x, h must be in windows of a group; call the program in a group, or omit Options(windows=...)"
     )
     with pytest.raises(ProgramError, match="shared: Options: windows: there is no input or output z; omit it"):
         hw.compile(fusion, options=hw.Options(windows=("z",)))

@@ -13,14 +13,15 @@ _Lock = TypeVar("_Lock")
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for imports; the forking thread may itself be importing
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
-# Held while a process starts; a fork waits for it. Otherwise the child inherits a pipe, and the parent waits until the child closes it too.
+# Held while a process starts; a fork waits for it. Otherwise the child inherits the pipe of that process, and a reader of the pipe waits
+# until the child exits.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()
 
 
 def reset_after_fork(lock: _Lock) -> _Lock:
-    """Registers a lock to be free in forked processes, and returns the lock."""
+    """Makes a lock free in the child after each fork, and returns the lock."""
     _locks.add(lock)
     return lock
 

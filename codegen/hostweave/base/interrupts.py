@@ -67,7 +67,7 @@ class _Task(Generic[T]):
     def wait(self, seconds: float) -> bool:
         """Waits for the end. Returns True if the work has ended.
 
-        Polls `is_done`, because an interrupt can lose a lock that was just taken.
+        Polls `is_done`: if an interrupt arrives right after a lock was taken, nobody releases the lock.
         """
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
@@ -75,7 +75,7 @@ class _Task(Generic[T]):
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Asks the work to stop and waits for its end. A second interrupt ends this wait."""
+        """Requests that the work stops, and waits for its end. A second interrupt ends this wait."""
         self.reason = reason
         if self._started.acquire(blocking=False):
             return

@@ -13,7 +13,7 @@ INFINITE = 1 << 200  # more than any sum of capacities
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
     """Returns the nodes on the source side of a minimum cut. If there are several minimum cuts, returns the cut with the fewest such nodes.
 
-    The cut pays for an edge `(a, b, capacity)` if `a` is on the source side and `b` is not.
+    The cut contains an edge `(a, b, capacity)` if `a` is on the source side and `b` is not.
     """
     residual: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:

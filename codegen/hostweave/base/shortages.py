@@ -28,9 +28,9 @@ _REMEDIES = {
     _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to other folders with enough space",
     _SIZE: "raise the limit of the size of a file: ulimit -f unlimited",
     _FILES: "close files, or raise the limit of open files: ulimit -n 4096",
-    _GPU: "free memory of the GPU, which other processes may hold, or pass smaller arrays",
+    _GPU: "end other processes that use memory of the GPU, or pass smaller arrays",
     _MEMORY: "free memory, or raise the limit of the process (ulimit -v) or of its container",
-    _THREADS: "end other processes, or raise the limits of processes (ulimit -u) and of memory (ulimit -v), or those of the container",
+    _THREADS: "end other processes, or raise the limits of processes (ulimit -u) and of memory (ulimit -v), or the limits of the container",
 }
 
 

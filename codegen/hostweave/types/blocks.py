@@ -79,9 +79,9 @@ class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. Every receiver gets each of its blocks exactly once.
 
     Senders cut each dim of their local tensor into `sent` blocks, and receivers into `received` blocks, both in row-major order. If a
-    receiver already holds a block, its route begins and ends at that rank. Otherwise the ranks that hold the block take turns to send it,
-    receiver by receiver. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends. Such blocks may
-    be empty.
+    receiver already holds a block, the block's route begins and ends at that rank. Otherwise the receivers are distributed round robin over
+    the ranks that hold the block. If a dim may be sharded unevenly, blocks end wherever a shard of the source or of the target ends. Such
+    blocks may be empty.
     """
 
     sent: tuple[int, ...]
@@ -150,7 +150,7 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if any source shard may overlap any target shard, because both shard counts may divide the dim unevenly."""
+        """True if every source shard may overlap every target shard, because both shard counts may divide the dim unevenly."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property

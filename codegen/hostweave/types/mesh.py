@@ -77,7 +77,7 @@ class Mesh:
         found = [(name, sorted({self.coordinate(rank, name) for rank in chosen})) for name, _ in self.axes]
         block = [rank for rank in self.all_ranks if all(self.coordinate(rank, name) in kept for name, kept in found)]
         if tuple(block) != chosen:
-            why = f"{list(chosen)} is not a block of {self} in its order"
+            why = f"{list(chosen)} is not a row-major block of {self}"
             raise ProgramError.here(f"ranks: {why}, so its axes cannot be inferred; name them: .ranks([...], x={len(chosen)})")
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 

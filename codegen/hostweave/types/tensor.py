@@ -323,10 +323,10 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
     """
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
-        raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
+        raise ArgumentError(f"{word}: rank {rank} holds no part of {type_}; choose a rank of its mesh")
     _check_rank(type_, shape)
     if any(size < 0 for size in shape):
-        raise ArgumentError(f"{word}: {list(shape)} is not a shape; pass that of the global array")
+        raise ArgumentError(f"{word}: {list(shape)} is not a shape; pass the shape of the global array")
     bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
     return block_of(type_, mesh, rank, shape)
 
@@ -359,7 +359,7 @@ def _shape_of(array: Any, word: str) -> Shape:
 
 def _check_rank(type_: TensorType, shape: Shape) -> None:
     if len(shape) != len(type_.dims):
-        raise ArgumentError(f"an array of {len(shape)} dims is not a {type_}; pass one of {len(type_.dims)} dims")
+        raise ArgumentError(f"an array of {len(shape)} dims does not fit {type_}; pass one of {len(type_.dims)} dims")
 
 
 def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
