@@ -12,13 +12,13 @@ ERRORS = {
         "return hw.matmul(x, w)",
         {"w": 'hw.bf16["J", "N"]'},
         "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]; "
-        "the last dim of the first is the one before the last of the second: transpose or reshape one of them",
+        "the last dim of the first must equal the second-to-last dim of the second: transpose or reshape one of them",
     ),
     **{
         f"matmul of {dtype}": (
             "return hw.matmul(x, w)",
             {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
-            f"4: matmul: there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints; "
+            f"4: matmul: a product of {dtype} by {dtype} is not supported; the supported dtypes are f16, bf16, f32, f64 and ints; "
             "use hw.astype on both",
         )
         for dtype in ("f8e4m3", "f8e5m2")

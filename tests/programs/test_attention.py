@@ -282,11 +282,11 @@ def test_mistakes(name: str) -> None:
     [
         ("attention(%q, %k, %q, scale=1.0)", "keys bf16[2, 2, T, 8] and values bf16[2, 4, S, 8] differ in more than their last dim"),
         ("attention(%q, %q, %k, scale=1.0)", "differ in more than their last dim"),
-        ("attention(%k, %q, %q, scale=1.0)", "the 4 heads of keys bf16[2, 4, S, 8] do not divide the 2 of queries bf16[2, 2, T, 8]"),
+        ("attention(%k, %q, %q, scale=1.0)", "the 4 heads of keys bf16[2, 4, S, 8] do not divide the 2 heads of queries bf16[2, 2, T, 8]"),
         ("attention(%q, %k, %k, scale=1.0, causal=left)", "causal=left is neither top_left nor bottom_right"),
         ("attention(%q, %k, %k, scale=1.0, window=3)", "window=3 needs a causal mask; state causal"),
         ("attention(%q, %k, %k)", "attribute scale is missing; write scale=0.5"),
-        ("attention(%q, %k, scale=1.0)", "takes 3 operands, and lengths where not all keys are valid, not 2"),
+        ("attention(%q, %k, scale=1.0)", "takes 3 operands, and optionally lengths, not 2"),
         ("attention(%q, %k, %k, %q, scale=1.0)", "lengths of bf16[2, 4, S, 8] are not i32[2], the number of valid keys"),
     ],
 )

@@ -115,7 +115,7 @@ def test_mistakes(name: str) -> None:
 @pytest.mark.parametrize(
     ("operands", "why"),
     [
-        ("%q, %q, %q, %q, %q", "takes 6 operands, and lengths where not all keys are valid, not 5"),
+        ("%q, %q, %q, %q, %q", "takes 6 operands, and optionally lengths, not 5"),
         ("%q, %q, %q, %q, %lse, %lse", "f32[2, 4, S] is not bf16[2, 4, S, 8], the type of attention's result and of its gradient"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Invariants of the host IR that hold after some pass or until another. `pipeline.py` lists them, and checks them after each pass.
+"""Invariants of the host IR. Each holds after one pass, or until another pass. `pipeline.py` lists them, and checks them after each pass.
 
 Each function raises ProgramError if its invariant does not hold.
 """

@@ -153,8 +153,8 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if a kernel computes more than an op that needs all elements along a dim, and its rows. Also raises it if a value
-    is read at data-dependent positions, and the kernel computes the value or iterates over it."""
+    """Raises NotOneKernel if an op needs all elements along a dim, and the kernel has ops besides that op and the iota of its rows. Also
+    raises it if a value is read at data-dependent positions, and the kernel computes the value or iterates over it."""
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
     for name, operands in whole.items():
         *others, rows = operands

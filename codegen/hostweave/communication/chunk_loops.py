@@ -29,8 +29,8 @@ class LoopPart:
 def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
     """Parts of a loop: one with chunks of equal size and, if these do not cover all rows, one with the remaining rows.
 
-    A loop of 3 chunks over shards of 8 rows becomes 2 iterations of 3 rows and one of 2 rows. By shard, each iteration covers rows of one
-    rank.
+    A loop of 3 chunks over shards of 8 rows becomes 2 iterations of 3 rows and one of 2 rows. In a loop by shard, each iteration covers
+    rows of one rank.
     """
     value, split = loop.ops[0].result, shards(flow, loop.ops)
     size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps

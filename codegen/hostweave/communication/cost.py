@@ -50,15 +50,15 @@ def communication_slowdown(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of a collective of `size` bytes. If `overlaps`, it runs next to other ops, and the result is their delay, because its kernels
-    occupy multiprocessors."""
+    """Seconds of a collective of `size` bytes. If `overlaps`, other ops run at the same time. The result is then the delay of these ops,
+    because the collective's kernels occupy multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
-    """Seconds of the same communication with copy engines. If `overlaps`, it runs next to other ops, and the result is their delay, because
-    they share the memory bandwidth."""
+    """Seconds of the same communication with copy engines. If `overlaps`, other ops run at the same time. The result is then the delay of
+    these ops, because they share the memory bandwidth."""
     # The kernel that sums the copied terms of a reduction.
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)

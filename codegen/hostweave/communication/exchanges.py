@@ -190,7 +190,7 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """True if the buffer is a whole allocation in a window, or one that `windows.py` will move to a window. A part of an allocation
+        """True if the buffer is a whole allocation that is in a window, or that `windows.py` will move to a window. A part of an allocation
         could have a different offset on a peer."""
         return self.b.is_in_window(self.b.memory_of(name))
 

@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MAX_TERMS = 8  # with fewer terms, a kernel has each as a separate operand
+MAX_TERMS = 8  # a kernel reads fewer terms than this as separate operands
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses schedule p2p for all_gathers. A schedule knows which reshards it supports, and their cost. Its `Lowering` emits the instructions
-before the loop, in an iteration, and after the loop.
+uses schedule p2p for all_gathers. A schedule defines which reshards it supports, and predicts their time. Its `Lowering` emits the
+instructions before the loop, in an iteration, and after the loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Index maps give the iteration index of each dim of an op, as einsum does. Sharding propagation, chunk loops and lowering learn from them
+"""Index maps give the iteration index of each dim of an op, as einsum does. Sharding propagation, chunk loops and lowering derive from them
 how an op accesses its operands."""
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class IndexMap:
 
 
 def groups(source: SymbolicShape, target: SymbolicShape) -> list[tuple[list[int], list[int]]]:
-    """Pairs of runs of adjacent dims, as short as possible: a reshape maps the elements of the run in `source` to those of the run in
-    `target`. Dims of 1 are paired with each other or omitted."""
+    """Pairs of runs of adjacent dims. A reshape maps the elements of a run in `source` to the paired run in `target`. The runs are as short
+    as possible. Dims of 1 are paired with each other or omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):

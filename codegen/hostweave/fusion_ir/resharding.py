@@ -165,8 +165,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into legs: one leg, or two if a dim changes to or from zigzag. Between two legs, each rank holds the whole dim and
-    reorders its pieces.
+    """Splits a reshard into legs: one leg, or two if a dim changes to or from zigzag. Between two legs, each rank holds the whole dim, and
+    reorders the pieces of the dim.
 
     In the types of both legs, zigzag axes are replaced by the same axes in rank order, so each leg is an ordinary reshard.
     """
@@ -253,7 +253,7 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
     """Dims along which the partial value can be reduce-scattered before a transfer. The resulting number of blocks must divide the size of
-    the dim or, if the size is symbolic, the number of blocks in the target."""
+    the dim. If the size is symbolic, it must divide the number of blocks in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return

@@ -68,8 +68,7 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs to the front of the program. A loop over several matmuls then finds, for example, transposed weights before
-    it."""
+    """Moves views of inputs to the front of the program. A loop over several matmuls can then use views such as transposed weights."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)

@@ -145,7 +145,7 @@ class Channel:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if, on one device, its communications must not overlap with those of another channel for which this is True."""
+        """True if its communications must not overlap, on one device, with those of another channel with this property."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:

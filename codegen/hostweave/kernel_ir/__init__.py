@@ -1,2 +1,2 @@
-"""Kernels as loops. Passes decide the index space, the walks over the reduced dims, the distribution over threads, the vector width, and
-the rows to hold in registers."""
+"""Kernels as loops. Passes choose the index space, the loop nests over the reduced dims (walks), the distribution over threads, the vector
+width, and the rows to hold in registers."""

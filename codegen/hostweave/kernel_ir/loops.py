@@ -300,7 +300,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
 
 
 def stored(result: str) -> str:
-    """Key of a result in memory, in maps such as `Loops.memory`. The key of its value before the store is its name."""
+    """Key of a result in memory, in maps such as `Loops.memory`. The name without this suffix is the key of the value before the store."""
     return f"{result} stored"
 
 

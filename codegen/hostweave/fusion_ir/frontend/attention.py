@@ -61,9 +61,9 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
       last of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
 
-    Without dropout, this is one kernel call if `attention` is one and the mask is bool or has the dtype of the query. Otherwise the matrix
-    of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, are not moved, as in
-    `attention`.
+    Without dropout, this is one kernel call if `attention` is one kernel call, and the mask is bool or has the dtype of the query.
+    Otherwise the matrix of scores is materialised in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, are not
+    moved, as in `attention`.
 
     Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
@@ -339,7 +339,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:
-        sums = hw.maximum(sums, 1.0)  # the largest term is exp(0)
+        sums = hw.maximum(sums, 1.0)  # at least 1, because the largest term is exp(0)
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 

@@ -155,7 +155,8 @@ class _Repeats:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> _Roles:
-        """For each operand: its roles if its values are of one column, its roles otherwise, and the values to look for in columns."""
+        """For each operand: its possible roles if its two values follow each other in a column, its possible roles otherwise, and these
+        values."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), _Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):

@@ -53,7 +53,7 @@ def _rows(types: Types, op: Op) -> TensorType:
     count, masks = COUNTS[op.kind], masks_of(op, types)
     if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
         more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
-        raise Mismatch(f"takes {count} operands{more}, and lengths where not all keys are valid, not {len(types)}")
+        raise Mismatch(f"takes {count} operands{more}, and optionally lengths, not {len(types)}")
     q, k = types[:2]
     dtype = same_dtype(types[: min(count, 3)])
     if dtype.name not in DTYPES:
@@ -64,7 +64,7 @@ def _rows(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"keys {k} and values {types[2]} differ in more than their last dim; give each key a value")
     group = q.shape[-3].divided_by(k.shape[-3])
     if group is None or not group.is_int:
-        raise Mismatch(f"the {k.shape[-3]} heads of keys {k} do not divide the {q.shape[-3]} of queries {q}; repeat them")
+        raise Mismatch(f"the {k.shape[-3]} heads of keys {k} do not divide the {q.shape[-3]} heads of queries {q}; repeat them")
     if op[CAUSAL] not in ("", TOP_LEFT, BOTTOM_RIGHT):
         raise Mismatch(f"causal={op[CAUSAL]} is neither {TOP_LEFT} nor {BOTTOM_RIGHT}")
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):
@@ -177,7 +177,7 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> 
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
-    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # the largest term is exp(0)
+    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # at least 1, because the largest term is exp(0)
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 
@@ -316,7 +316,7 @@ def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
     # cuDNN supports packed sequences with heads of these sizes
     packs = query.shape[-1] == value.shape[-1] and (head := int(query.shape[-1])) % 16 == 0 and head >= 32
-    # for other head counts, the memory layout decides
+    # if keys have fewer heads than queries, cuDNN's support of gradients depends on the memory layout
     packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds

@@ -60,7 +60,7 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and a faster one that suffices for results of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if it differs
-    prepared: str = ""  # C++ type for f32 that precomputes the work that depends only on the last operand, if many elements share it
+    prepared: str = ""  # C++ type for f32 that precomputes work on the last operand, if many elements share that operand
     lane: str = ""  # function that processes all elements along one dim; such an op is a separate kernel
     parts_lanes: bool = False  # threads that process a row need no synchronisation, because each computes separate elements
     in_clusters: bool = False  # several blocks may process adjacent rows together

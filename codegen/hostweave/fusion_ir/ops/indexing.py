@@ -27,7 +27,7 @@ from hostweave.types.tensor import Dim, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels: of the indexed dim, and of the dim of the result or source in its place, whose indices differ
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the dim in its place in the result or source, which has other indices
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -214,7 +214,7 @@ def _update(types: Types, op: Op) -> TensorType:
     x, update, *places = types
     axes = op[ORDER]
     if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
-        raise Mismatch(f"cannot write {update} to {x} along dims {axes}; both need as many dims, and each of {axes} needs a start and rows")
+        raise Mismatch(f"cannot write {update} to {x} along dims {axes}; give both equally many dims, and each of {axes} a start and rows")
     same_dtype((x, update))
     for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
         if axis not in axes and have != size:

@@ -180,14 +180,14 @@ def _transposed(a: TensorType, b: TensorType) -> str:
         return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:
         return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.permute_dims(a, axes)")
-    return "the last dim of the first is the one before the last of the second: transpose or reshape one of them"
+    return "the last dim of the first must equal the second-to-last dim of the second: transpose or reshape one of them"
 
 
 def why_no_product(dtype: DType) -> str:
     """Reason why matmul does not support this dtype, or ""."""
     if dtype.kind in ("int", "uint") or (dtype.kind == "float" and dtype.itemsize > 1):
         return ""
-    return f"there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints"
+    return f"a product of {dtype} by {dtype} is not supported; the supported dtypes are f16, bf16, f32, f64 and ints"
 
 
 def widens(operands: DType, result: DType) -> bool:

@@ -52,7 +52,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Tells the peer that it may read or write the buffer. The latter is a credit."""
+    """Signals the peer that the peer may now read the buffer, or may now write it. The second kind is a credit."""
 
     signal: int
     peer: Expr
