@@ -97,7 +97,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that are multiples of it" in str(error):  # no such sizes exist, for example if N and N - 1 must both be even
+        if "choose sizes that divide without a remainder" in str(error):  # no such sizes exist, such as even N and N - 1
             return None
         raise
     return host

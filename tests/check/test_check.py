@@ -433,7 +433,7 @@ def test_given_sizes(times: int) -> None:
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(ProgramError) as caught:
         check(program("ag_matmul_flat"), {"M": 6, "K": 1, "N": 1})
-    assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that are multiples of it"
+    assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that divide without a remainder"
 
 
 def test_sizes_that_are_missing() -> None:
@@ -446,4 +446,7 @@ def test_extents_that_are_whole_at_no_size() -> None:
     halves = "%a = chunk %x[0: 0 of 2]\n%s = slice %x[0: (M - 1) from 1]\n%b = chunk %s[0: 0 of 2]\ncopy %x -> %y"
     with pytest.raises(ProgramError) as caught:
         check(host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
-    assert str(caught.value) == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that are multiples of it"
+    assert (
+        str(caught.value)
+        == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that divide without a remainder"
+    )

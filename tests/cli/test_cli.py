@@ -199,7 +199,10 @@ def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: st
 
 def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
     message = mistake_of(capsys, "inspect", f"{SEEDS}:ag_matmul_flat", *AT_FOUR, "--memory", "--sizes", "M=6")
-    assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that are multiples of it"
+    assert (
+        message
+        == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that divide without a remainder"
+    )
 
 
 def test_inspect_takes_the_host_ir_beside_the_sources(capsys: Captured, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ REFUSED = (
     "are in zigzag, which supports no lengths",
     "are in zigzag, but there are",
     "cannot be divided evenly",
-    "choose sizes that are multiples of it",
+    "choose sizes that divide without a remainder",
 )
 
 

@@ -1,10 +1,10 @@
 """Finds communications of one rank that must be ordered but are not: they use different channels, or their signals share a counter.
 
 If a rank's communications are unordered, a device may start them in a different order on every rank. On a transport that occupies
-multiprocessors, each communication holds part of the device while it waits for its peers. Signals are only counted, so if a signal
-overtakes another one, they are confused. Element counts are exchanged through memory that all streams of a rank share. A CUDA graph may
-execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep the order in
-which the host issues them.
+multiprocessors, each communication occupies a part of the device while it waits for its peers. Signals are only counted, so a wait cannot
+tell a signal from another signal that overtook it. Element counts are exchanged through memory that all streams of a rank share. A CUDA
+graph may execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep the
+order in which the host issues them.
 """
 
 from collections import defaultdict
@@ -69,7 +69,7 @@ class SignalOrder:
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs (earlier, later) of a rank's communications that must be ordered, but are concurrent: no stream or event orders them."""
     operations_by_shape = {_shape(operations): operations for operations in reversed(instances.ranks)}
-    # one rank at a time, because a clock has an entry for each stream of each rank
+    # one rank at a time, to keep clocks short: a clock has an entry for each stream of each rank
     for operations in reversed(operations_by_shape.values()):
         posted, started = PostedCommunications(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):

@@ -56,8 +56,8 @@ def check(
 
     If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
     in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
-    streams of its rank as one queue, in the order of issue. It may send no second signal before the first is consumed. A CUDA graph may
-    require both.
+    streams of its rank as one queue, in the order of issue. The program must not send a second signal before the first is consumed. A CUDA
+    graph may depend on both rules.
     """
     calls = 2 if program.has_signals else 1
     results = None
@@ -232,7 +232,7 @@ class _Checker:
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",
-    "allocation": "the call before may still use it",
+    "allocation": "the previous call may still use it",
 }
 _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
 

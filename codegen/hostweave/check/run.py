@@ -23,7 +23,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
     try:
         value = size.bind(sizes)
     except ValueError as error:
-        raise error_of(f"{error}: choose sizes that are multiples of it") from None
+        raise error_of(f"{error}: choose sizes that divide without a remainder") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None

@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # Indices of loops. The next iteration of such a loop may reuse memory that a stream freed: of another pool, or of this pool.
+    # Indices of loops whose next iteration may reuse freed memory: memory that a stream of another pool freed, or one of this pool.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

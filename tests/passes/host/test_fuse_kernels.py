@@ -367,7 +367,7 @@ ENDS = {
     ),
     "used between": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @multiply_y %h, %k -> %y",
-        "copy uses %h before",
+        "copy uses %h before the next kernel",
     ),
     "used before": (
         "%h = allocate f32[M, N]\nfor %i in 0..2 {\nlaunch @multiply_y %h, %x -> %y\nlaunch @negative_h %x -> %h\n}",
@@ -393,7 +393,7 @@ ENDS = {
     ),
     "again": (
         "%e = allocate f32[N]\nlaunch @exp_column %r -> %e\nlaunch @subtract_column %x, %e -> %y",
-        "%m would be computed again and again",
+        "%m would be computed repeatedly",
     ),
     "other dims": (
         "%m = allocate f32[M]\nlaunch @max_m %x -> %m\n%m_column = reshape %m to [M, 1]\n%k = allocate f32[M, N]\n"

@@ -248,7 +248,7 @@ class Results:
         if first:
             line = f" ({first.location})" if first.location else ""
             where += f", where %{first.result.name}{line} is the first value that differs"
-        remedy = "this is a bug of the compiler: please report it, and compile with Options(check=False) until it is mended"
+        remedy = "this is a bug of the compiler: please report it, and compile with Options(check=False) until it is fixed"
         raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
 
     def unchecked(self) -> tuple[str, ...]:

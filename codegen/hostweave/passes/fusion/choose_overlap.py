@@ -105,10 +105,10 @@ class _Choice:
     # --- members of a loop ---
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications that lead to it, and the op that feeds the first of these.
+        """The streamed op, the communications of its operands, and the op that computes the operand of the first communication.
 
-        By shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. Across shards, all
-        members must have equally many shards. Values that are sharded differently are communicated before the loop.
+        In a loop by shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. In a loop
+        across shards, all members must have equally many shards. Values that are sharded differently are communicated before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -239,8 +239,8 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True for a move between disjoint meshes in which each rank sends its whole local tensor, which is the whole local tensor of its
-        receivers."""
+        """True for a move between disjoint meshes in which each rank sends its whole local tensor, and each receiver gets its whole local
+        tensor from one rank."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
@@ -270,7 +270,7 @@ class _Choice:
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
         """Chunking and rotation of a loop without communication. They are those of the loop that computes an operand, so that both loops
-        fuse. If there is none, the loop is across shards and has no rotation."""
+        fuse. If no loop computes an operand, the loop is across shards and has no rotation."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"

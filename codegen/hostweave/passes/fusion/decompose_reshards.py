@@ -165,7 +165,8 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. Its producer gets its name and stream. If the producer cannot have them, a copy gets them.
+        """Removes a reshard without effect. The producer of the operand gets the name and the stream of the reshard. If the producer cannot
+        have them, a copy gets them.
 
         If the producer has other uses, it is renamed only for a returned value. The other uses then read the value by its new name.
         """

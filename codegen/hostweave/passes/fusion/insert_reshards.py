@@ -107,7 +107,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """The value in another dtype. If it is a matmul that only `op` uses, the matmul writes that dtype directly."""
+        """The value in another dtype. If a matmul computes the value for `op` alone, the matmul writes that dtype directly."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))

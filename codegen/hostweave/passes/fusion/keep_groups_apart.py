@@ -47,7 +47,7 @@ class _Apart(OpRewriter):
                 self.find(op, ranks)
 
     def ranks_of(self, op: Op) -> int:
-        """Number of ranks that split the experts of a grouped matmul. 1 if there are none."""
+        """Number of ranks that split the experts of a grouped matmul. 1 if the experts are not split."""
         name, type = op.tensors[1], self.fusion.types[op.tensors[1]]
         while name in self.made and self.made[name].kind in ("permute_dims", "astype", "copy"):
             if self.made[name].kind == "permute_dims" and self.made[name].attributes[0][1][0] != 0:  # type: ignore[index]

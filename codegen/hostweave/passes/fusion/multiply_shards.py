@@ -15,8 +15,8 @@ becomes
     }
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-A rank's own shard is not copied, and peers' shards are read from the landing buffer. So the first iteration need not wait. The gather stays
-where it is, and overlaps with the ops before the loop.
+A rank's own shard is not copied. The shards of peers are read from the buffer in which they arrive. So the first iteration need not wait.
+The gather stays where it is, and overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator

@@ -43,8 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """How to compute the terms of a value: apply its op to `operands`; the result has this type. Those operands that are terms are in
-    `summed`."""
+    """How to compute the terms of a value: its op, applied to `operands`, gives terms of type `type`. `summed` lists the operands that are
+    themselves terms."""
 
     type: TensorType
     operands: tuple[str, ...]

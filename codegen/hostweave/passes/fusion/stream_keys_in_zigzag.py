@@ -1,5 +1,4 @@
-"""Gathers keys and values in chunks that overlap with the attention, if it is causal and sharded in zigzag and if that is predicted to
-gain.
+"""Overlaps the gathers of keys and values with causal attention in zigzag, chunk by chunk, if the cost model predicts a gain.
 
     %y: bf16[H, S@zigzag(cp), 64] = attention(%q, %k, %v, scale=0.125, causal=top_left)        # on 2 ranks, all in zigzag
 

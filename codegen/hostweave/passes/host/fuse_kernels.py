@@ -273,7 +273,7 @@ class Links:
             return f"other streams go on before %{result} is used"
         for i in self.between(producer, consumer, written):
             if early := self.roots(i, "read", "write") & written:
-                return f"{i.syntax.split()[0]} uses %{min(early)} before"
+                return f"{i.syntax.split()[0]} uses %{min(early)} before the next kernel"
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
@@ -296,7 +296,7 @@ class Links:
                     return f"few threads would compute all of %{result.name}"
         costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP]
         again = next((name for name in costly if _is_repeated(name, walked)), None)
-        return f"%{again} would be computed again and again" if again else ""
+        return f"%{again} would be computed repeatedly" if again else ""
 
 
 def _is_free(kernel: ir.Kernel) -> bool:

@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before the definition of its first view. It is deallocated after the point at which the
-caller's stream knows that all its uses have ended, if there is a later allocation. The order of these lines is the plan: a buffer may reuse
-bytes that are deallocated above it. Offsets are computed when sizes are known.
+A buffer is allocated before its first use, or before the definition of its first view. If there is a later allocation, the buffer is
+deallocated where the caller's stream is first ordered after all uses of the buffer. The order of these lines is the plan: a buffer may
+reuse bytes that are deallocated above it. Offsets are computed when sizes are known.
 """
 
 from collections import defaultdict
@@ -105,11 +105,11 @@ class Planner:
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """The child after which the body's main stream knows that all uses of the buffer have ended."""
+        """The child after which the body's main stream is ordered after all uses of the buffer."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # a stream that allocates a private buffer must know it, too
+            for k, streams in on_streams.items():  # a stream that allocates a private buffer must also be ordered after the uses
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -204,7 +204,7 @@ def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """The child after which the caller's stream knows that an access has ended."""
+    """The child after which the caller's stream is ordered after an access."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)

@@ -105,8 +105,8 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """The result must be in the memory of a donated input. Puts the operand there too, if all reads of the input are before its
-        computation."""
+        """The result must be in the memory of a donated input. Puts the operand there too, if all reads of the input are before the
+        computation of the operand."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -167,7 +167,7 @@ class _Sharing:
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if the other memory is in a window, or if this buffer need not be in one."""
+        """True if `into` is in a window, or if `gone` need not be in a window."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 

@@ -32,8 +32,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """Which rows of a rank see which columns of a block of keys. `rows` and `columns` are the index of a half, or None for all. `diagonal`
-    is that of the mask, or None without a mask."""
+    """The rows of a rank that see a block of keys, and the columns that they see. `rows` and `columns` are the index of a half, or None for
+    all. `diagonal` is the diagonal of the mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None

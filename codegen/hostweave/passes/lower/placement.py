@@ -25,7 +25,7 @@ from hostweave.types.tensor import BufferType
 
 MOST_JOINED = 16  # largest number of operands that one kernel concatenates
 
-HEADS = 5  # this many operands of an attention op, the first ones, may have any strides
+HEADS = 5  # the first 5 operands of an attention op may have any strides
 
 PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
