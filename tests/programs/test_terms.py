@@ -111,8 +111,9 @@ def test_what_is_left_to_the_library() -> None:
     ):
         assert not launches(lower(fusion, options)), str(fusion)
     most = most_in_kernel(H200, 2)
-    assert f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes in the kernel that consumes it" in hw.compile(reduced()).explain()
-    assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
+    text = f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes by an exchange of terms in the consuming kernel"
+    assert text in hw.compile(reduced()).explain()
+    assert "exchange of terms" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])

@@ -138,8 +138,8 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 def loader(cubins: Mapping[str, Path]) -> str:
     """Returns the text of a C++ file that embeds cubins. `cubins` maps names of units to files.
 
-    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank. Device functions that
-    kernels call have none.
+    The C++ defines a `hw::JitKernel` for each kernel in the cubins. Kernels are recognised by their constant bank. The device functions
+    that they call have no constant bank.
     """
     data, kernels = [], []
     for unit, path in cubins.items():

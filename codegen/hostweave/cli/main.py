@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--target", choices=NAMES, help="default: cuda if there are GPUs, else cpu")
 
     add("compile", _compile, "Compile a program and print the folder of its sources and module.", program, target, as_json)
-    add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small ones.", program, as_json)
+    add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small sizes.", program, as_json)
     add(
         "explain",
         _explain,
@@ -178,7 +178,7 @@ def _check(options: argparse.Namespace) -> None:
         print(json.dumps({"name": compiled.name, "mesh": str(compiled.mesh), "sizes": settings.sizes, "unchecked": unchecked}))
         return
     print(f"{compiled.name} on {compiled.mesh}: no race, no deadlock, no unmatched communication on any rank")
-    print("its results are those of the fusion" if isinstance(program, Fusion) else "its results are compared with nothing: it is host IR")
+    print("its results are those of the fusion" if isinstance(program, Fusion) else "its results are not checked: host IR has no fusion")
     for text in unchecked:
         print(f"not checked: {text}")
 

@@ -160,7 +160,7 @@ class ProgramContext:
     def condition_of_plan(self, key: PlanKey) -> str:
         """C++ condition under which a plan is needed; empty if always.
 
-        Combines the flag of a submesh, if all uses are on that submesh, with the condition on sizes, if all uses have the same one.
+        The condition has up to two parts: the flag of a submesh if all uses are on it, and a condition on sizes if it is that of all uses.
         """
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

@@ -173,7 +173,7 @@ class LoopPrinter:
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Arguments for these template parameters, each with the condition that selects it. The last one has no condition."""
+        """Arguments for the template parameters of `varied`, each with the condition that selects it. The last one has no condition."""
         if not self.varied:
             return []
         loops = self.ir
@@ -222,7 +222,8 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, place: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride, its dim, and the index at which the operand of a concat or pad begins along it."""
+        """Indices of an element, each with its stride, its dim, and the index along that dim at which the operand of a concat or pad
+        begins."""
         loops, parts = self.ir, self.ir.space.parts.get(place, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(place, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]
@@ -275,7 +276,8 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter) -> CppExprPrinter:
-    """Extends a printer by the outermost size of a kernel, a parameter that replaces a product of sizes. The printer prefers it."""
+    """Adds the outermost size of a kernel to a printer. This parameter stands for a product of sizes. The printer uses it where
+    possible."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())

@@ -1,8 +1,8 @@
 """Simulates the operations of all ranks on a machine: when each starts, and how long it takes while others run.
 
-A stream executes one operation after another. An operation that waits for an event or a signal starts after it. A communication proceeds
-once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their occupancy, links
-evenly. Computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
+A stream executes one operation after another. An operation that waits for an event or a signal starts once that has occurred. A
+communication proceeds once all its partners have started. Operations of one rank share its engines: multiprocessors in proportion to their
+occupancy, links evenly. Computation is slower while kernels or copy engines communicate, as `communication/cost.py` describes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SimulatedTask:
     work: Work
     after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before it starts
     end_needed_by: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Rendezvous] = field(default_factory=list)  # must be complete before its work begins
-    completes: list[Rendezvous] = field(default_factory=list)  # wait for its start
+    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before its work begins
+    completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for its start
     missing_ends: int = 0
     missing_starts: int = 0
     start: float = -1.0

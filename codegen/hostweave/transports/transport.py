@@ -1,5 +1,5 @@
-"""Transports: how a channel moves bytes. Each transport is a file of this folder with an object `TRANSPORT`. Everything that depends on
-the transport asks that object."""
+"""Transports: how a channel moves bytes. Each transport is a file of this folder with an object `TRANSPORT`. All code that depends on the
+transport uses that object."""
 
 from __future__ import annotations
 

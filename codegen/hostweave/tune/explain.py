@@ -34,7 +34,7 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
 
 def _basis(options: Options) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
-    other = f"; there are none of {options.figures.stands_for}: run hostweave calibrate" if options.figures.stands_for else ""
+    other = f"; there are no figures of {options.figures.stands_for}: run hostweave calibrate" if options.figures.stands_for else ""
     yield f"times predicted from the figures of {options.figures.name}, at {sizes or 'no stated sizes'}{other}"
     faster = options.transport_carrying(SIGNALS)
     if faster is None:
@@ -52,7 +52,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     types, times = body.types, seconds(body, options.sizes, options.figures, options.tf32)
     for choice in chosen.values():
         if choice.value not in types:
-            yield f"%{choice.value} of keys in zigzag order, and the same of their values: in sequence{times_of(choice)}"
+            yield f"%{choice.value}, the gather of keys in zigzag order, and the gather of their values: in sequence{times_of(choice)}"
     for position, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
@@ -61,7 +61,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, position, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
-                how = f"up to {most} bytes in the kernel that consumes it, which exchanges the terms; above that, {how}"
+                how = f"up to {most} bytes by an exchange of terms in the consuming kernel; above that, {how}"
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             joined = "; each rank attends to its own keys, and the results are combined by log-sum-exps" if op[KEY_BLOCKS] else ""
@@ -82,7 +82,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
         return dict(options.figures.no_scales)[scaling(*(types[name].shape for name in op.tensors))]
     if op[COMPOSED] == DTYPES:
         return "cuBLASLt has no product of f8e5m2 by f8e5m2; use f8e4m3 for one operand"
-    return f"cuBLASLt multiplies 8-bit floats only if K and N, of a rank and of a chunk, are multiples of {STEP}; pad them"
+    return f"cuBLASLt multiplies 8-bit floats only if the local K and N, also in a chunk, are multiples of {STEP}; pad them"
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:

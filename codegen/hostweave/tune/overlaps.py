@@ -96,8 +96,8 @@ class _Finder:
     # --- ops in the loop of a reshard ---
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Others read it after the
-        loop.
+        """Returns the matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Other consumers read it
+        after the loop.
 
         All operands of these matmuls must be computed before the first of them.
         """

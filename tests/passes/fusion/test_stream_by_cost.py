@@ -294,6 +294,6 @@ def test_figures_of_known_and_unknown_gpus() -> None:
 
     text = hw.compile(f, options=Options(machine=other)).explain()
     assert (
-        "times predicted from the figures of NVIDIA H200, at no stated sizes; there are none of NVIDIA B300: run hostweave calibrate"
+        "times predicted from the figures of NVIDIA H200, at no stated sizes; there are no figures of NVIDIA B300: run hostweave calibrate"
         in text
     )
