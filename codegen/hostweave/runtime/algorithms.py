@@ -18,7 +18,7 @@ Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class MeasuredAlgorithms:
-    """Algorithms that this process knows, for devices with the same name."""
+    """Algorithms that this process has loaded or measured, for devices with the same name."""
 
     def __init__(self, module: ModuleType, device: str):
         """Loads the algorithms that earlier processes measured."""

@@ -29,8 +29,8 @@ class ArrayLibrary(Protocol):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of all properties of an array that a call checks, including its address. A call may replace an array by one with an equal
-        key.
+        """Key of all properties of an array that a call checks, including its address. Arrays with equal keys are interchangeable in a
+        call.
 
         None if the key cannot be computed quickly.
         """
@@ -309,7 +309,7 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage. Wrapper tensors and meta tensors have none, and some of them raise if they are asked for it."""
+    """True if a tensor has storage. Wrapper tensors and meta tensors have none, and some of them raise if it is requested."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

@@ -49,10 +49,10 @@ class Exchange:
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
-        """Tells the other ranks that the group has failed. Only the first reason is kept."""
+        """Reports to the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
-        """Tells the other ranks that this rank leaves after `calls` calls, so that they do not wait for it."""
+        """Reports to the other ranks that this rank leaves after `calls` calls, so that they do not wait for it."""
 
     def left(self) -> dict[int, int]:
         """Ranks that have left, each with the number of its calls."""
@@ -64,7 +64,7 @@ class Exchange:
         return None
 
     def announce(self, text: str) -> None:
-        """Tells the watchdogs of the other ranks that this rank joins the next exchange."""
+        """Announces to the watchdogs of the other ranks that this rank joins the next exchange."""
 
     def announced(self) -> tuple[int, str] | None:
         """Number of the exchange that was announced last, and the text of the announcement."""

@@ -96,7 +96,7 @@ class FallibleGroup:
         """Marks the group as failed on this rank and on all others."""
 
         def fail() -> None:
-            if not self._failure:  # otherwise the other ranks know it already
+            if not self._failure:  # otherwise the other ranks were informed before
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 
@@ -157,8 +157,8 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks that this rank joins the next exchange. If it compares the sizes of a call, `sizes` has
-        them."""
+        """Announces to the watchdogs of the other ranks that this rank joins the next exchange. If the rank compares the sizes of a call,
+        they are passed as `sizes`."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
@@ -182,7 +182,7 @@ class FallibleGroup:
         return [program.position() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
-        """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
+        """Reports to the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
 
         def positions() -> list[str | None]:
             self._report_failure(reason)

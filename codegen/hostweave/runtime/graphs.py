@@ -18,7 +18,7 @@ class CommonGraphs:
     Signals in graphs are counted separately from signals in other calls, so all ranks must decide alike. A rank knows only whether its own
     arrays repeat. Because all ranks make the same calls, they can vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for
     graphs if nearly all of its calls since the last vote had arrays that it had seen before. If all ranks vote for graphs, calls run as
-    graphs until the next vote. A rank captures another graph for new arrays. Otherwise calls run without graphs until then.
+    graphs until the next vote. For new arrays, a rank then captures another graph. Otherwise calls run without graphs until the next vote.
     """
 
     def __init__(self) -> None:

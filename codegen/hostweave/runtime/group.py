@@ -68,8 +68,8 @@ def init(
     """Makes this process a rank of a group, in which programs can be called. With `hw.Threads`, the current thread becomes the rank.
 
     All ranks call it, and it returns when all have joined. If the process or thread is already in the group, that group is returned. A
-    group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks meet. By default the
-    environment variables of torchrun, mpirun or srun give both. Without them this process is the only rank.
+    group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks exchange messages. By
+    default the environment variables of torchrun, mpirun or srun give both. Without them this process is the only rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. By default it is the local rank modulo the number of visible GPUs.
@@ -140,7 +140,7 @@ class Group(FallibleGroup):
         device: int | None,
         has_watchdog: bool = True,
     ):
-        """If the group is not watched, its creator has to notice hangs and failures of other ranks."""
+        """If `has_watchdog` is False, the creator of the group has to detect hangs and failures of other ranks."""
         super().__init__(name, rank, count, call_timeout)
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
@@ -356,7 +356,8 @@ class Group(FallibleGroup):
             self._waits_at_barrier = False
 
     def make_barrier(self) -> tuple[HostBarrier | None]:
-        """Creates the board of all ranks, or None if some rank cannot map it, for example on another host. It is collective."""
+        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map it, for example on another host. It is
+        collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         barrier = None
@@ -500,7 +501,7 @@ def _close_all() -> None:
 
 
 def _ended_by() -> str | None:
-    """The exception that ends this process, or None. At an interactive prompt None: the user has seen the exception already."""
+    """The exception that ends this process, or None. Also None at an interactive prompt, where the user has already seen the exception."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in multiprocessing, a process ends while the exception propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None

@@ -105,7 +105,8 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function for the exit of the interpreter. If calls are still running then, it stops those that do not poll."""
+    """Registers a function for the exit of the interpreter. If calls are still running at exit, the function is called, and stops those
+    that do not poll."""
     _interrupts.append(interrupt)
 
 

@@ -193,7 +193,7 @@ class LocalProgram:
                 self._open()
                 handle = self.arguments.handle(stream, checked_call.library)
                 self._compare(checked_call, shapes)
-                if self._verifies_calls and not self.target.is_asynchronous:  # the CPU device cannot tell late from missing ranks
+                if self._verifies_calls and not self.target.is_asynchronous:  # the CPU device does not detect late ranks
                     self._agree(lambda: checked_call, self._group.call_timeout)
                 self._launch(checked_call, name, member, native.launch, graph, handle, self._schedule())
 

@@ -141,7 +141,7 @@ class Threads:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                _wait_for(ended)  # not `join`: after an interrupted join, Python 3.11 believes that the thread has ended
+                _wait_for(ended)  # not `join`: after an interrupted join, Python 3.11 treats the thread as ended
         except BaseException as interruption:
             why = f"interrupted by {type(interruption).__name__}"
             interruptibly(lambda: self._end(threads, why))
@@ -392,7 +392,7 @@ def launched(environ: Environ) -> bool:
 
 
 class LaunchedRank:
-    """Rank of this process, and the address at which the ranks of its job meet: one of a few ports of `host`."""
+    """Rank of this process, and the address of the job's store: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):
         """Raises ArgumentError if no launcher has started this process, or if its variables are incomplete."""

@@ -149,7 +149,7 @@ class Team:
                 except BaseException as interruption:
                     error, failure = interruption, reason_of(interruption)
                     if is_stopping:
-                        break  # the ranks did not stop within _STOPPING seconds
+                        break  # the ranks did not stop within _STOP_TIMEOUT seconds
                 if error:
                     errors.append(error)
                     if failure and not is_stopping:

@@ -1,8 +1,8 @@
 """Watchdog of a group: threads that detect failures while the rank waits in native code or only enqueues.
 
 The failures are: a call exceeds its timeout, or another rank reports a failure, leaves, or passes other sizes. The watchdog thread then
-reports the position of every rank and aborts the channels, which ends all waits. A separate listener thread asks the store for news of
-other ranks, because the store may not answer.
+reports the position of every rank and aborts the channels, which ends all waits. A separate listener thread reads reports of other ranks
+from the store, because the store may not answer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """Returns the meeting of the group, and the reason why a rank cannot continue, if any. None if there is nothing to watch any more."""
+    """Returns the exchange of the group, and the reason why a rank cannot continue, or None. Returns None alone if there is nothing to
+    watch any more."""
     group = group_ref()
     return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 
@@ -87,7 +88,7 @@ def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) ->
     group = group_ref()
     if not group or group.failure:
         return True
-    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # an overdue call says more than a silent store
+    if reason := watchdog_state.reason or group.overdue() or watchdog_state.store_error:  # the first reason is more specific
         print_report(report := group.report(reason))
         group.abort(report)
     return bool(reason)
