@@ -187,8 +187,8 @@ Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a laye
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
-    """Returns the requests for tensors that a module makes to layers of a cache that have none. `run` calls the module. It gets a copy of
-    the cache, and a function that converts other arguments to tensors without memory.
+    """Returns the requests for tensors that a module sends to layers of a cache without tensors. `run` calls the module, given a copy of
+    the cache and a function that converts other arguments to tensors without memory.
     """
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):

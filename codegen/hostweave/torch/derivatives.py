@@ -28,7 +28,7 @@ class _FirstDerivative:
 
 
 class Derivatives:
-    """`firsts` has the traced layers. AOTAutograd traces a graph twice, so it is cleared before each trace."""
+    """Traced layers of a graph, in `firsts`. The list is cleared before each trace, because AOTAutograd traces a graph twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))

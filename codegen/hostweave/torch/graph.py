@@ -67,7 +67,7 @@ class Graph:
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
-    results: list[AxesOfDims | None] | None = None  # sharding of each output, or None if it is inferred; None if the plan states all
+    results: list[AxesOfDims | None] | None = None  # sharding of each output (None: inferred); None if the plan states all of them
     labels: list[str] = field(default_factory=list)  # names of outputs, if they have any
     spec: Any = None  # PyTorch's description of the module's results
     update: GradientUpdate | None = None
@@ -168,7 +168,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> set[str]:
-        """Names of buffers and constants of the module from which the program has only values that were computed at compile time."""
+        """Names of buffers and constants that the program does not read, because it contains values computed from them at compile time."""
         read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
         known, following = set[Node](), [node for node in read if node in self.constants]
         while following:
@@ -390,7 +390,7 @@ def is_known(node: Node) -> bool:
 
 
 def recorded(function: Callable[..., Any], given: Sequence[Any], table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
-    """Records the ATen ops of a function. Composite ops, such as attention, are decomposed only if the compiler does not know them."""
+    """Records the ATen ops of a function. Composite ops, such as attention, are decomposed only if a fusion has no op for them."""
     table, missing = dict(table), {None: None}
     while missing:
         made = make_fx(function, table, pre_dispatch=True)(*given)

@@ -65,7 +65,7 @@ class Joint:
     needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
 
     def __post_init__(self) -> None:
-        """Sets `forward`, the graph of the results and of the values that the backward pass reads, and `backward`, that of gradients."""
+        """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
         self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
             for change in (_save_alike, _save_sources):
@@ -147,8 +147,8 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """Sharding of each result that neither the plan nor the module states: by the rows of ranks, or replicated. None for other results,
-        which keep the stated sharding."""
+        """For each result, its sharding if neither the plan nor the module states one: by the rows of ranks, or replicated. None for a
+        result whose sharding is stated."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
@@ -459,9 +459,10 @@ def _save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """False for a view that may merge dims, which needs a copy if they are not contiguous. A view that only splits the last dim is fine.
+    """True for a view that only splits the last dim. False for a view that may merge dims, because it needs a copy if they are not
+    contiguous.
 
-    False for an expansion too: it is saved, because layers may share it, such as the bias of a mask.
+    Also False for an expansion, such as the bias of a mask. It is saved, because layers may share it.
     """
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"

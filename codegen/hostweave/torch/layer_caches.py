@@ -1,7 +1,7 @@
 """The state of a cache of transformers that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `Part` puts a watched list in place of `cache.layers`, and the layer's `layer_idx` is an `Index`. So it is known
-if the layer uses more of the cache than its own state, and if its index has an effect besides the choice of this state.
+While a layer is traced, `Part` puts a watched list in place of `cache.layers`, and the layer's `layer_idx` is an `Index`. These record
+whether the layer uses more of the cache than its own state, and whether its index has effects besides the choice of this state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 
 from hostweave.torch.state import NUMBERS, is_same
 
-INDEX = "layer_idx"  # the attribute by which modules of transformers know their place in a cache
+INDEX = "layer_idx"  # attribute with the index of a module of transformers in a cache
 
 
 class Index:
-    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int is the same."""
+    """An int that records its uses. Comparisons can be repeated for another int. After any other use, only an equal int gives the same
+    results."""
 
     __class__: type = int
 
@@ -72,7 +73,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. It records if another one than the layer's own is used."""
+    """The layers of a cache. Records whether a layer other than `own` is used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -130,7 +131,7 @@ class Part:
 
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, the state has the tensors `begun`, and uses of other layers of the cache are noted."""
+        """Inside the `with` block, the state has the tensors `begun`, and uses of other layers of the cache are recorded."""
         self._begun = [(tensor, tensor._version) for tensor in begun]
         self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
@@ -143,7 +144,7 @@ class Part:
             vars(self._cache)["layers"] = self._layers
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
-        """The state after a call, whose tensors are added to `made`. Also a reason why it is no state of other layers, or ""."""
+        """The state after a call, whose tensors are added to `made`. Also the reason why other layers cannot have an equal state, or ""."""
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}

@@ -131,8 +131,8 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that the nodes of a group are consecutive. This fails for a group if a node outside depends on the group and feeds
-    it."""
+    """Sorts nodes so that the nodes of a group are consecutive. This fails for a group if a node outside depends on the group, and the
+    group depends on that node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

@@ -16,7 +16,7 @@ SCALE = "loss_scale"  # input of the programs: the gradient of the loss
 
 
 class LossScale:
-    """Wraps a GradScaler: provides its scale, and tells it after each step whether the step was skipped."""
+    """Wraps a GradScaler: provides its scale, and reports to it after each step whether the step was skipped."""
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device

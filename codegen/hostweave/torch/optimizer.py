@@ -76,7 +76,7 @@ class UpdateStep:
     roles: list[str]  # role of each number in its op, such as "mul" or "addcdiv_value"
     results: dict[str, OperandSource]
     filled: dict[str, float]  # entries of the state that this step creates -> initial value
-    host: dict[str, Any]  # entries of the state that stay on the host, after the step
+    host: dict[str, Any]  # entries of the state that stay on the host -> value after the step
 
     @property
     def words(self) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ _CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType 
 
 
 class State:
-    """The recorded state, by the path of each module. `changed` finds out whether it has changed since."""
+    """The recorded state, by the path of each module. `changed` compares it with the current state."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         modules = {path: part for path, part in module.named_modules() if path in reads}

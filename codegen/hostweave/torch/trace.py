@@ -167,8 +167,7 @@ def _number(size: str, values: NodeValues) -> hw.Tensor:
 
 
 def _takes_tensors(node: Node) -> bool:
-    """True if it matters to an op whether a tensor of one element has dims. It does not matter to pointwise ops whose result has these dims
-    anyway."""
+    """True if an op may distinguish a number from a tensor of one element. Pointwise ops do not distinguish them."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
@@ -208,7 +207,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """Name of the innermost module, which its result gets. None if the value is not its result."""
+    """Name of the innermost module if the value is the module's result, which then gets this name. Otherwise None."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
