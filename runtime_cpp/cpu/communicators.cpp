@@ -90,7 +90,7 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
   if (!shared) return error(ncclSystemError, "ncclCommInitRank: " + problem);
   if (!all_came) {
     return error(ncclSystemError, "ncclCommInitRank: " + std::to_string(shared->arrived()) + " of " + std::to_string(size) +
-                                      " ranks came in " + std::to_string(machine.config.timeout_seconds) + " seconds");
+                                      " ranks joined in " + std::to_string(machine.config.timeout_seconds) + " seconds");
   }
   const std::shared_ptr<ProcessGroup> process_group = new_process_group(size, name);
   process_group->shared = shared;
@@ -119,9 +119,9 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   if (!slot) slot = new_process_group(size, name_in(config));
   const std::shared_ptr<ProcessGroup> process_group = slot;
   if (process_group->size() != size || process_group->devices[rank] != -1) {
-    Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " came to " +
+    Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " joined " +
                         process_group->name + " of " + std::to_string(process_group->size()) +
-                        (process_group->size() != size ? "" : ", where that rank already is"));
+                        (process_group->size() != size ? "" : ", which already has that rank"));
     return error(ncclInvalidArgument, Machine::get().report());
   }
   *comm = new_communicator(process_group, rank);

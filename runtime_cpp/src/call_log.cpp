@@ -62,7 +62,7 @@ struct LoggedCall {
   LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
   LoggedOps* ops;
-  int64_t times;                // launches of a graph share ops: an op is done in this call once it has ended so often
+  int64_t times;                // launches of a graph share ops: an op is done in this call once it has ended this many times
   int end = Milestones::kNone;  // a milestone
   bool is_enqueuing = true;
 };
@@ -133,7 +133,7 @@ struct CallLog::Calls {
   int64_t made = 0, done = 0;
   std::vector<std::shared_ptr<LoggedOps>>
       of_application;                // ops of graphs that the application launches, which it may do at any time
-  int64_t launched = 0, landed = 0;  // by the application
+  int64_t launched = 0, landed = 0;  // graph launches by the application: begun, and ended
   std::map<cudaStream_t, std::string> names;
 
   // Used only by the thread that makes calls.

@@ -1,6 +1,5 @@
-// Peer memory on GPUs: mapped by cudaIpc or by peer access; signals are cuStreamBatchMemOp operations on words.
-//
-// The ranks of a group meet in an anonymous file. The process that makes the id keeps the file open until all have mapped it.
+// Peer memory on GPUs: mapped by cudaIpc or by peer access; signals are cuStreamBatchMemOp operations on words. The ranks of a
+// group share an anonymous file. The process that makes the id keeps the file open until all have mapped it.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -155,7 +154,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Lets every rank read the seats of the others, between two barriers.
+  // Calls `look` between two barriers. Meanwhile every rank can read the seats of the others: their entries in the segment.
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);

@@ -21,10 +21,10 @@ extern const AttentionKernels attention_bf16_64, attention_bf16_128, attention_b
 struct AttentionOptions {
   double scale = 1;                           // scale of the scores
   bool causal = false;                        // a row attends to columns up to the diagonal
-  int64_t window = 0;                         // rows only attend to the last `window` of them; 0: all
+  int64_t window = 0;                         // rows only attend to the last `window` of these columns; 0: all
   bool has_lse = false;                       // also returns log-sum-exps
   bool has_lengths = false;                   // columns end at the given lengths
-  bool from_end = false;                      // the diagonal is relative to that end
+  bool from_end = false;                      // the diagonal is relative to the end of the columns
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to its own
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error

@@ -1,4 +1,4 @@
-// Threads that nobody joins, because they may wait inside NCCL or CUDA for a peer that never comes.
+// Threads that nobody joins, because they may wait inside NCCL or CUDA for a peer that never arrives.
 #pragma once
 #include <functional>
 

@@ -34,7 +34,7 @@ struct Route {
 
 class Channel;
 
-// The communicator of a channel for a call of NCCL. Also tells the call log about the channel.
+// The communicator of a channel for a call of NCCL. Its use adds the channel to the call log.
 class Communicator {
  public:
   explicit Communicator(const Channel& channel) : channel_(channel) {}
@@ -92,7 +92,7 @@ inline Communicator::operator ncclComm_t() const {
   return channel_.handle();
 }
 
-// NCCL's functions of the same names. They also tell the call log the peer.
+// NCCL's functions of the same names. They also add the peer to the call log.
 inline ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, const Communicator& comm,
                              cudaStream_t stream) {
   if (CallLog* const log = CallLog::current()) log->with_peer(peer);

@@ -1,4 +1,4 @@
-// CUDA keywords for compilers that do not know them.
+// CUDA keywords for compilers that lack them.
 #pragma once
 
 #ifdef __CUDACC__

@@ -173,7 +173,7 @@ using Accesses = std::initializer_list<AnyAccess>;
 // Records the accesses of a kernel during its launch and returns true; the kernel then returns. False while the kernel runs.
 bool tell(Accesses accesses);
 
-// Enqueues `run` with a copy of the closure and these accesses. If there are none, it asks the kernel for them by `tell`.
+// Enqueues `run` with a copy of the closure and these accesses. If there are none, the kernel reports them by `tell`.
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
                           Accesses accesses);
 
@@ -271,7 +271,7 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// Number of blocks of a kernel that run at once. Asking CUDA takes about as long as a launch, so it is asked once.
+// Number of blocks of a kernel that run at once. The query takes about as long as a launch, so its result is cached.
 inline int64_t resident_blocks(const void* function, int threads) {
   static std::mutex mutex;
   static std::map<const void*, int64_t> known;

@@ -21,7 +21,7 @@ struct Stream {
   const char* name = nullptr;  // name of the rank's streams, which include this one
   int index = 0;
 
-  // Also tells the call log about the stream.
+  // Also adds the stream to the call log.
   operator cudaStream_t() const {
     if (CallLog* const log = CallLog::current()) log->on(handle, name, index);
     return handle;

@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// An event for a call. Also tells the call log about the event.
+// An event for a call. Its use adds the event to the call log.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
@@ -19,7 +19,7 @@ class EventOfCall {
   cudaEvent_t event_;
 };
 
-// CUDA's functions of the same names. They also tell the call log the event.
+// CUDA's functions of the same names. They also add the event to the call log.
 using ::cudaEventRecord;
 using ::cudaStreamWaitEvent;
 inline cudaError_t cudaEventRecord(EventOfCall event, cudaStream_t stream) {

@@ -3,8 +3,8 @@
 //
 // With peer access, a kernel sends its term to the others in packets of four bytes of data and the number of the exchange. A
 // reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). Packets land alternately in two
-// slots. Two suffice: before a rank reuses a slot it has received from every peer in the exchange between. A peer sends that
-// packet only after its previous kernel, which read the slot, has ended.
+// slots. Two slots suffice: before a rank reuses a slot, it has received packets of the next exchange from every peer. A peer
+// sends these only after its previous kernel, which read the slot, has ended.
 #pragma once
 #include <cstdint>
 
