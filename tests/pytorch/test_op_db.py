@@ -173,7 +173,8 @@ def test_page(request: pytest.FixtureRequest) -> None:
 def section(kind: str, count: int, reasons: dict[str, str]) -> str:
     rows = "".join(f"| `{name}` | {_short(why)} |\n" for name, why in sorted(reasons.items()) if why)
     others = sum(not why for why in reasons.values())
-    also = f" {others} of these are also refused in float32, forward, and not listed again." if others else ""
+    which = "All" if others == len(reasons) else others
+    also = f" {which} of these are also refused in float32, forward, and have no row here." if others else ""
     table = f"\n| refused | missing ops, or the error |\n|---|---|\n{rows}" if rows else ""
     equal = f"{count - len(reasons)} of {count} entries have the results of PyTorch"
     return f"\n## {kind}\n\n{equal}. {len(reasons)} are refused with an error.{also}\n{table}"
