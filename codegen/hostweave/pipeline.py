@@ -53,7 +53,9 @@ from hostweave.passes.host.sink_views import sink_views
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.passes.host.split_reductions import split_reductions
+from hostweave.passes.host.split_unaligned import split_unaligned
 from hostweave.passes.host.transpose_beside import transpose_beside
+from hostweave.passes.host.widen_rows import widen_rows
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType
@@ -80,6 +82,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     multiply_shards,
     order_stages,
     lower_to_host,
+    widen_rows,
     split_reductions,
     fuse_kernels,
     transpose_beside,
@@ -95,6 +98,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     reduce_in_kernels,
     reuse_in_place,
     copy_updated,
+    split_unaligned,
     sink_views,
     plan_memory,
     propagate_copies,

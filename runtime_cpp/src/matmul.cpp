@@ -85,7 +85,7 @@ std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c)
 }
 
 // True if the matrices of a batch are consecutive rows of one tall matrix.
-bool rows_follow(const Matrix& x, int64_t stride) { return x.rows == 1 || stride == x.rows * x.row_stride; }
+bool rows_follow(const Matrix& x, int64_t stride) { return stride == x.rows * x.row_stride || (x.rows == 1 && x.row_major()); }
 
 Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
   Problem p{last_two_dims(a), last_two_dims(b), last_two_dims(c), {}, batches(a, b, c)};

@@ -85,6 +85,7 @@ class Machine:
     launch: float  # seconds that launching an empty kernel takes
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
+    unaligned: float = 6.0  # how many times longer a 16-bit matmul takes if rows are no multiples of 16 bytes
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()

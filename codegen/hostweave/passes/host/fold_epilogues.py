@@ -20,6 +20,7 @@ memory. In a sum of several matmuls, each matmul accumulates onto the previous o
 from dataclasses import dataclass, replace
 from math import frexp
 
+from hostweave.analysis.alignment import as_matmul
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
@@ -75,8 +76,8 @@ class _Matmuls:
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
             return None
-        maker, matmul = touches[0], touches[0].instruction
-        if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
+        maker, matmul = touches[0], as_matmul(touches[0].instruction)
+        if not matmul or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
             return None
         between = maker.body[maker.index + 1 : reader.index]
         if any(i.orders for i in tree.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
@@ -85,8 +86,8 @@ class _Matmuls:
 
     def folded_into(self, place: Place, made: str, launch: ir.Launch) -> _Folded | None:
         """Folds as many ops of a launch as possible into the matmul that computes one of its operands. None if this saves nothing."""
-        kernel, matmul = self.kernels[launch.kernel], place.instruction
-        assert isinstance(matmul, ir.Matmul)
+        kernel, matmul = self.kernels[launch.kernel], as_matmul(place.instruction)
+        assert matmul
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
         targets = {result.name: dst for dst, result in zip(launch.dsts, kernel.results, strict=True)}
         value, ended, gone = kernel.inputs[launch.srcs.index(made)].name, matmul, list[Op]()

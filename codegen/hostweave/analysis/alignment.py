@@ -1,0 +1,60 @@
+"""Alignment of matmuls. cuBLASLt uses much slower kernels if rows do not begin and end at multiples of 16 bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hostweave.host_ir import ir, tree
+from hostweave.types.machine import Machine
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import BufferType, strides_of
+
+BYTES = 16
+SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # the dims of each matrix
+
+
+@dataclass(frozen=True)
+class Unaligned:
+    """A matmul that is not aligned, although all of its sizes are known."""
+
+    step: int  # aligned sizes are multiples of this number of elements
+    sizes: Mapping[str, int]  # m, n and k
+    dims: tuple[str, ...]  # dims among k, m and n whose size is not a multiple of `step` but would have to be
+    pitched: tuple[str, ...]  # fields of the matrices whose rows do not begin at multiples of 16 bytes
+    gain: float  # seconds that the aligned part would save, less the time of the other parts
+
+
+def rows_of(type: BufferType) -> tuple[int, int]:
+    """The contiguous dim of a matrix, -1 or -2, and the other one."""
+    return (-1, -2) if strides_of(type)[-1] == Size() else (-2, -1)
+
+
+def as_matmul(i: tree.Instruction) -> ir.Matmul | None:
+    """The instruction if it is a matmul, otherwise None."""
+    return i if isinstance(i, ir.Matmul) else None
+
+
+def unaligned(i: ir.Matmul, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
+    """Describes a matmul that is slow because it is not aligned. None for other matmuls, and if sizes are unknown."""
+    matrices = {field: types[getattr(i, field)] for field in SIDES}
+    a, b, dst = matrices.values()
+    known = [size for type in matrices.values() for size in (*type.shape, *strides_of(type))]
+    if i.scales or not (a.dtype.itemsize == 2 or i.precision) or not all(size.is_int for size in known):
+        return None
+    m, n, k = (int(size) for size in (a.shape[-2], b.shape[-1], a.shape[-1]))
+    sizes = {"m": m, "n": n, "k": k}
+    ragged, pitched = set[str](), list[str]()
+    for field, type in matrices.items():
+        step = BYTES // type.dtype.itemsize
+        row, other = rows_of(type)
+        if sizes[SIDES[field][row]] % step:
+            ragged.add(SIDES[field][row])
+        if int(strides_of(type)[other]) % step and type.shape[other] != Size():
+            pitched.append(field)
+    step = BYTES // min(a.dtype.itemsize, dst.dtype.itemsize)
+    if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
+        return None
+    batch = int(product(dst.shape[:-2]))
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # elements that the product of the remaining indices of a dim reads or updates
+    rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
+    gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
+    return Unaligned(step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

@@ -1,0 +1,67 @@
+"""Splits a matmul whose sizes are not multiples of 16 bytes into an aligned matmul and a matmul of the remaining rows, columns or terms.
+
+                                      %y_main = slice %y[1: 50256 from 0]
+                                      %y_rest = slice %y[1: 1 from 50256]
+    matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
+                                      matmul %x, %w_main -> %y_main
+
+with `%y: bf16[M, 50257]`. The remaining terms of a sum are multiplied first, and the aligned matmul accumulates onto them. `widen_rows` has
+aligned the rows, so nothing is copied.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hostweave.analysis.alignment import SIDES, Unaligned, as_matmul, unaligned
+from hostweave.analysis.def_use import def_use
+from hostweave.base.names import claim_unique
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import names_in
+from hostweave.host_ir.expr import Const
+from hostweave.options import Options
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+
+def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """Splits the matmuls that are faster in parts."""
+    types, taken = def_use(program).types, names_in(program)
+
+    def split(i: tree.Instruction) -> tree.Body | None:
+        matmul = as_matmul(i)
+        found = unaligned(matmul, types, options.figures) if matmul else None
+        return tuple(_parts(matmul, found, {**types}, taken)) if matmul and found and not found.pitched and found.gain > 0 else None
+
+    return replace(program, body=tree.rewrite(program.body, split))
+
+
+def _parts(matmul: ir.Matmul, found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
+    """Splits off the remaining indices of one dim after another."""
+    for dim in found.dims:
+        end = found.sizes[dim] - found.sizes[dim] % found.step
+        rest = replace(matmul, bias=(), activation="") if dim == "k" else matmul
+        for word, start, size in (("rest", end, found.sizes[dim] - end), ("main", 0, end)):
+            one = rest if word == "rest" else matmul
+            views: dict[str, str] = {}
+            for name, axis in _along(one, dim, types):
+                views[name] = claim_unique(f"{name}_{word}", taken)
+                view = ir.Slice(views[name], name, axis, Size(size), Const(start), location=matmul.location)
+                types.update(view.defined(types))
+                yield view
+            viewed = as_matmul(tree.with_names(one, views, "read", "write"))
+            assert viewed
+            if word == "rest":
+                yield viewed
+            else:
+                matmul = replace(viewed, accumulate=(viewed.dst,)) if dim == "k" else viewed
+    yield matmul
+
+
+def _along(matmul: ir.Matmul, dim: str, types: dict[str, BufferType]) -> dict[tuple[str, int], None]:
+    """The buffers of a matmul that have the dim m, n or k, each with the index of the dim."""
+    sides = [(getattr(matmul, field), sides.index(dim) - 2) for field, sides in SIDES.items() if dim in sides]
+    if dim != "k":
+        sides += [(name, SIDES["dst"].index(dim) - 2) for name in matmul.accumulate]
+    if dim == "n":
+        sides += [(name, -1) for name in matmul.bias]
+    return dict.fromkeys((name, len(types[name].shape) + axis) for name, axis in sides)

@@ -1,0 +1,130 @@
+"""Gives the matrices of a matmul rows that begin at multiples of 16 bytes, if the matmul is much faster then.
+
+    %y = allocate bf16[M, 50257]              %y_wide = allocate bf16[M, 50264]
+    matmul %x, %w -> %y                       %y = slice %y_wide[1: 50257 from 0]
+    launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
+                                              launch @softmax %y -> %z
+
+The elements after a row are never read or written. Inputs and outputs have no such elements, so kernels copy these: an input before the
+matmul, and an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hostweave.analysis.alignment import BYTES, Unaligned, as_matmul, rows_of, unaligned
+from hostweave.analysis.def_use import Place, def_use
+from hostweave.base.names import claim_unique, unique_name
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops.definition import unsharded
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import names_in
+from hostweave.host_ir.expr import Const
+from hostweave.options import Options
+from hostweave.types.machine import Machine
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import BufferType, is_matrix, strided, strides_of
+
+
+def widen_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    rows = _Rows(program)
+    for place in rows.uses.places:
+        if (matmul := as_matmul(place.instruction)) and (found := unaligned(matmul, rows.uses.types, options.figures)):
+            rows.align(place, matmul, found, options.figures)
+    return rows.changed() if rows.edits else program
+
+
+class _Rows:
+    def __init__(self, program: ir.HostProgram):
+        self.program, self.uses, self.taken = program, def_use(program), names_in(program)
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.edits: dict[int, tree.Body] = {}
+
+    def align(self, place: Place, matmul: ir.Matmul, found: Unaligned, machine: Machine) -> None:
+        """Widens the rows of all matrices of a matmul that are not aligned, or of none."""
+        types, roots = self.uses.types, dict.fromkeys(self.uses.root(getattr(matmul, field)) for field in found.pitched)
+        widened = {root: new for root in roots if (new := self.widened(root))}
+        for own in widened.values():
+            types = {**types, **own}
+        left = unaligned(matmul, types, machine)
+        copied = left.pitched if left else ()
+        moved = sum(2 * int(product(type.shape)) * type.dtype.itemsize for type in (types[getattr(matmul, field)] for field in copied))
+        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # iterations would share the copy
+            return
+        for root in widened:
+            allocate = self.uses.allocates[root]
+            if allocate.number not in self.edits:
+                self.edits[allocate.number] = tuple(self.wide(root, self.uses.types[root], allocate.instruction))
+        before, after = list[tree.Instruction](), list[tree.Instruction]()
+        for field in copied:
+            matrix = self.copy(getattr(matmul, field), field == "dst", matmul, before, after)
+            matmul = replace(matmul, **{field: matrix})  # type: ignore[arg-type]
+        if copied:
+            self.edits[place.number] = (*before, matmul, *after)
+
+    def widened(self, root: str) -> dict[str, BufferType]:
+        """Types of a buffer and its views if the rows of the buffer are apart. Empty if the memory belongs to the caller or is in a window,
+        or if an instruction that accesses it needs contiguous rows."""
+        allocate, own = self.uses.allocates.get(root), self.uses.types[root]
+        if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
+            return {}
+        apart = strides_of(BufferType(own.dtype, (*own.shape[:-1], _aligned(own))))
+        types = {**self.uses.types, root: strided(own, own.shape, apart)}
+        new = {root: types[root]}
+        try:
+            for view in self.uses.viewed.get(root, ()):
+                new.update(view.instruction.defined(types))
+                types.update(new)
+        except ValueError:  # the view merges the dim of the rows with another one
+            return {}
+        return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
+
+    def accepts(self, i: tree.Instruction, types: dict[str, BufferType]) -> bool:
+        """True if an instruction can access buffers of these types."""
+        if matmul := as_matmul(i):
+            return not matmul.scales and all(is_matrix(types[name]) for name in (matmul.a, matmul.b, matmul.dst))
+        launched = tree.names(i, "launch")
+        return i.copies or (bool(launched) and self.kernels.keys() >= {*launched} and not i.exchanges)
+
+    def wide(self, name: str, type: BufferType, at: tree.Instruction) -> Iterator[tree.Instruction]:
+        """Allocates memory with aligned rows, and defines `name` as its view."""
+        memory, last = claim_unique(f"{name}_wide", self.taken), len(type.shape) - 1
+        shape = (*type.shape[:-1], _aligned(type))
+        yield ir.Allocate(memory, BufferType(type.dtype, shape), location=at.location)
+        yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
+
+    def copy(self, old: str, is_result: bool, at: ir.Matmul, before: list[tree.Instruction], after: list[tree.Instruction]) -> str:
+        """Copies an operand to memory with aligned rows before the matmul, or a result from there after it. Returns the new matrix."""
+        type, turned = self.uses.types[old], None
+        if rows_of(type)[0] == -2:  # the rows in memory are the columns of the matrix
+            rank = len(type.shape)
+            turned = (*range(rank - 2), rank - 1, rank - 2)
+            flat = claim_unique(f"{old}_rows", self.taken)
+            before.append(ir.Permute(flat, old, turned, location=at.location))
+            (type,) = before[-1].defined(self.uses.types).values()
+        else:
+            flat = old
+        new = claim_unique(f"{old}_apart", self.taken)
+        before += self.wide(new, type, at)
+        src, dst = (new, flat) if is_result else (flat, new)
+        (after if is_result else before).append(ir.Launch(self.copying(src, dst, type), (src,), (dst,), location=at.location))
+        if not turned:
+            return new
+        back = claim_unique(f"{new}_columns", self.taken)
+        before.append(ir.Permute(back, new, turned, location=at.location))
+        return back
+
+    def copying(self, src: str, dst: str, type: BufferType) -> str:
+        """Name of a new kernel that copies a buffer. It can fuse with kernels that read the result."""
+        tensor, kernel = unsharded(type), unique_name(f"copy_{dst}", self.kernels)
+        self.kernels[kernel] = ir.Kernel(kernel, (ir.Parameter(src, tensor),), (Op("copy", (src,), Value(dst, tensor)),))
+        return kernel
+
+    def changed(self) -> ir.HostProgram:
+        return replace(self.program, body=tree.edited(self.program.body, self.edits), kernels=tuple(self.kernels.values()))
+
+
+def _aligned(type: BufferType) -> Size:
+    """Number of elements of an aligned row that is at least as long as the last dim."""
+    step = BYTES // type.dtype.itemsize
+    return Size(-(-int(type.shape[-1]) // step) * step)
