@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.forks import importing, reset_after_fork
+from hostweave.base.garbage import without_garbage_collection
 from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import checked
 from hostweave.check.sizes import minimal_sizes
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 
 
 @checked
+@without_garbage_collection()
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 

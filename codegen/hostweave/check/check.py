@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from typing import TYPE_CHECKING, NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
+from hostweave.base.garbage import without_garbage_collection
 from hostweave.check.channel_order import PostedCommunications, SignalOrder
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, match_communications
@@ -66,7 +64,7 @@ def check(
         from hostweave.check.results.results import Results  # imports NumPy, which the rest does not need
 
         results = Results(fusion, program, stages, max_elements)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         for chosen_sizes in sizes_to_check(program) if sizes is None else (sizes,):
             instances = instantiate(program, chosen_sizes, calls)
             matches = match_communications(instances)
@@ -81,18 +79,6 @@ def check(
         if results:
             results.compare_all(checked, has_given_sizes=sizes is not None)
     return results.unchecked() if results else ()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pauses the garbage collector. A check frees nothing before it ends, and leaves no reference cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Checker:

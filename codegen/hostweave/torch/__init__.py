@@ -24,6 +24,7 @@ from torch.distributed.pipelining import Pipe
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.garbage import without_garbage_collection
 from hostweave.options import Options
 from hostweave.torch.caches import register
 from hostweave.torch.compiled import CompiledModule as CompiledModule
@@ -41,6 +42,7 @@ from hostweave.torch.step import TrainingStep as TrainingStep
 from hostweave.torch.training import TrainingModule as TrainingModule
 
 
+@without_garbage_collection()
 def compile(
     module: nn.Module | Pipe | Sequence[nn.Module],
     mesh: Any,
