@@ -260,7 +260,7 @@ class Program:
 
         `arrays` are inputs in order, and `named` are other inputs by name. They are contiguous local blocks on the rank's device, and are
         not copied. Returns the local output, or a tuple of outputs, as arrays of the first input's library. `out` may give arrays to write
-        the outputs to. They must not overlap each other or the inputs. `group` is the default group if it is not given.
+        the outputs to. These arrays must not overlap each other or the inputs. `group` is the default group if it is not given.
 
         If ranks are processes, each rank assumes that sharded dims are even. If they are not, `sizes` gives global sizes by name: those of
         uneven dims, and those that the rank's own arrays do not determine. A rank outside the mesh of an input passes None for it, and gets
@@ -286,8 +286,7 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Captured:
-        """Captures a call with these arrays as a CUDA graph. Returns a callable that launches the graph and has the `outputs`. It is
-        collective.
+        """Captures a call with these arrays as a CUDA graph. Collective. Returns a callable that launches the graph and has the `outputs`.
 
         Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same input
         arrays and writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive.
@@ -307,7 +306,7 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Prepares the rank of this process or thread for calls at each of these global sizes. It is collective.
+        """Prepares the rank of this process or thread for calls at each of these global sizes. Collective.
 
         A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
         After `prepare`, calls at these sizes do none of this, in whatever order they come. Each matmul keeps the plans of its last 4096

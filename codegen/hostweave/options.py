@@ -68,7 +68,7 @@ class Options:
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for every matmul at its sizes, with the program's epilogue. Uses the fastest
-      instead of the first. This happens when the program is prepared for the sizes. Algorithms that need more than the workspace of the
+      instead of the first. Measures when the program is prepared for the sizes. Algorithms that need more than the workspace of the
       matmul are not measured. All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. The
       CPU target has only one algorithm, so nothing is measured there.
     - `verify_calls`: ranks that are processes compare their programs and shapes before every call, which takes a round trip through the

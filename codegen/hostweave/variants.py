@@ -1,4 +1,4 @@
-"""Variants of a program: the same computation, compiled for calls that the program itself cannot take."""
+"""Variants of a program: the same computation, compiled for calls that the program itself cannot run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Variants(Generic[R]):
             variant.close()
 
     def in_sequence(self) -> R | None:
-        """The program without the chunk loops that the compiler chose. None if it has none."""
+        """The program without the chunk loops that the compiler chose. None if the compiler chose no loops."""
         made = self._compiled.in_sequence
         return self._get("in sequence", lambda: made) if made is not self._compiled else None
 
@@ -79,8 +79,8 @@ class Variants(Generic[R]):
             return self._made[names]
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
-        """The program with constants in place of sizes that its ranks cannot share evenly. None if there are none, or if that is
-        impossible.
+        """The program with constants in place of sizes that its ranks cannot share evenly. None if there are no such sizes, or if constants
+        are impossible.
 
         Each owner keeps the variants for its last few sizes. An owner is a group, or the runner of all ranks. All ranks of a group make the
         same calls, so they keep the same variants. A variant that is dropped is freed once no call or captured call uses it.

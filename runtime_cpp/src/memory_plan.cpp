@@ -245,7 +245,7 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
       plan.join(pool);
     }
   }
-  const hw::MemoryPlan::Bytes total = plan.place();  // outside of windows, offsets follow those of all windows
+  const hw::MemoryPlan::Bytes total = plan.place();  // memory outside of windows follows all windows
   const hw::MemoryPlan::Buffers& placed = plan.buffers();
   for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
     offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);

@@ -146,7 +146,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has loaded. Programs link to a loaded NCCL. None if none is loaded."""
+    """Version of the NCCL library that this process has loaded. Programs link to a loaded NCCL. None if NCCL is not loaded."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:

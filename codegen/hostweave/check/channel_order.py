@@ -2,9 +2,9 @@
 
 If a rank's communications are unordered, a device may start them in a different order on every rank. On a transport that occupies
 multiprocessors, each communication occupies a part of the device while it waits for its peers. Signals are only counted, so a wait cannot
-tell a signal from another signal that overtook it. Element counts are exchanged through memory that all streams of a rank share. A CUDA
-graph may execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep the
-order in which the host issues them.
+distinguish a signal from another signal that overtook it. Element counts are exchanged through memory that all streams of a rank share. A
+CUDA graph may execute its branches as one queue, in any order that its edges allow. In each of these orders, signals and waits must keep
+the order in which the host issues them.
 """
 
 from collections import defaultdict

@@ -40,8 +40,8 @@ def check(
 
     A fault is one of these:
 
-    - Two accesses of the same bytes, one of them a write, are not ordered by a stream, an event or arriving data. This includes accesses of
-      the caller before and after the call.
+    - Two accesses of the same bytes, one of them a write, are not ordered by a stream, an event or arriving data. The caller's accesses
+      before and after the call count, too.
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
     - Two communications on different channels are not ordered on a rank.

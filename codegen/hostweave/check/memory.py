@@ -33,7 +33,7 @@ class Pieces:
         }
         piece_of, count = [0] * (len(cuts) - 1), 1
         for covered in segments.values():
-            inside: dict[int, int] = {}  # old piece -> new piece, for those of its bytes that this access covers
+            inside: dict[int, int] = {}  # old piece -> new piece with the bytes that this access covers
             for segment in dict.fromkeys(covered):
                 before = piece_of[segment]
                 if before not in inside:

@@ -89,7 +89,7 @@ class Lowering:
 
     @property
     def adds(self) -> str | None:
-        """The matmul result that is accumulated into an arriving sum. The schedule emits this matmul itself. None if there is none."""
+        """The matmul result that is accumulated into an arriving sum, or None. The schedule emits this matmul itself."""
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:

@@ -72,8 +72,8 @@ class ShardingRule:
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op. `mesh` is the program's mesh.
 
-    If one mesh axis splits several dims, labels that the result keeps win over reduced ones. Then earlier operands win over later ones,
-    unless the op's entry says otherwise.
+    If one mesh axis splits several dims, labels that the result keeps take precedence over reduced labels. Then earlier operands take
+    precedence over later ones, or the reverse if the op has `last_is_first`.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)

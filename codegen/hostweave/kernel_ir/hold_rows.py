@@ -14,8 +14,8 @@ becomes
 If the kernel all-reduces, latency bounds it, so each thread makes one access. The blocks of a cluster then share a long row.
 
 A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
-it is computed. Such a kernel has only as many blocks as run at once. A block then loads a row that all iterations share, such as a weight,
-only once.
+it is computed. A kernel that holds computed values has only as many blocks as run at once. Each block then loads a row that all iterations
+share, such as a weight, only once.
 """
 
 import itertools

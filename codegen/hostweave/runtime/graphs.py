@@ -13,7 +13,7 @@ CALLS_PER_NEW_ARRAY = 8  # calls become graphs if at most one in so many calls h
 
 
 class CommonGraphs:
-    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. It is needed if ranks signal each other.
+    """Common decision of all ranks whether calls run as graphs, for `Options(graph="auto")`. Needed if ranks signal each other.
 
     Signals in graphs are counted separately from signals in other calls, so all ranks must decide alike. A rank knows only whether its own
     arrays repeat. Because all ranks make the same calls, they can vote before the same calls: calls 3, 5, 9, 17 and so on. A rank votes for

@@ -356,8 +356,7 @@ class Group(FallibleGroup):
             self._waits_at_barrier = False
 
     def make_barrier(self) -> tuple[HostBarrier | None]:
-        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map it, for example on another host. It is
-        collective."""
+        """Creates the shared memory of the barrier. Returns (None,) if some rank cannot map it, for example on another host. Collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         barrier = None
@@ -373,7 +372,7 @@ class Group(FallibleGroup):
         return (barrier if all_have else None,)
 
     def all_true(self, value: bool) -> bool:
-        """Returns True on all ranks if all of them pass True. It is collective.
+        """Returns True on all ranks if all of them pass True. Collective.
 
         Raises ExecutionError if a rank fails or does not call it within `call_timeout`.
         """
@@ -390,8 +389,7 @@ class Group(FallibleGroup):
         return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
-        """Returns the module's program on this rank. Creates the channels that it needs and the rank does not have yet. It is
-        collective."""
+        """Returns the module's program on this rank. Creates the channels that the program needs and the rank lacks. Collective."""
 
         def connect() -> Any:
             if self._communicators is not None:
@@ -478,7 +476,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not tell other ranks that it
+    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not announce to other ranks that it
     leaves."""
     for group in list(_all):
         group.leave_to_parent()

@@ -56,8 +56,8 @@ class LocalProgram:
     ):
         """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
 
-        `lacks` says which library calls this rank lacks, or is "". If any rank lacks some, no channel is created, and `out_of_reach` is
-        that reason on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks have
+        `lacks` names the library calls that this rank lacks, or is "". If any rank passes a text, no channel is created, and `out_of_reach`
+        is that text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks have
         different programs. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
@@ -278,8 +278,8 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Decides together with the other ranks whether this call and the following ones run as graphs. They do not if some rank cannot
-        capture."""
+        """Decides together with the other ranks whether calls run as graphs from now on. If some rank cannot capture, no rank uses
+        graphs."""
         unseen = native.unseen
         vote = common.vote(unseen) and (common.agreed or self._can_capture(native, checked_call, addresses))
         answers = self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)

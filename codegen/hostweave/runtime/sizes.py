@@ -18,7 +18,7 @@ _CALLS_KEPT = 256  # number of latest calls whose sizes a rank keeps for error m
 
 
 class CallSizes(NamedTuple):
-    """Shapes of a call's inputs, as one rank knows them."""
+    """Shapes of a call's inputs that one rank has inferred."""
 
     local: Sequence[Shape]
     global_shapes: Sequence[Shape]  # shapes of the global arrays that the rank infers

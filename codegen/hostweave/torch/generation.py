@@ -179,8 +179,8 @@ class Generation:
         return program(**kwargs)
 
     def _program(self, kwargs: dict[str, Any], is_whole: bool) -> CompiledModule:
-        """Program for these arguments. The cache has global sizes if `is_whole`, otherwise those of this rank. It is compiled on first
-        use."""
+        """Program for these arguments. The cache has global sizes if `is_whole`, otherwise sizes of this rank. Compiles the program on
+        first use."""
         with self._lock:
             program = next((one for one in self.programs if one.takes(**kwargs)), None)
             if program is None:

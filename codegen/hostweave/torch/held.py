@@ -1,4 +1,4 @@
-"""Tensors of a module, by their paths, and changes of them that a program does not see."""
+"""Tensors of a module, by their paths, and changes of them that do not reach a program."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Ranges(Generic[P]):
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, until the ranks have agreed
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """Part for these arguments, or None if the sequential program runs. It is collective, and the ranks pass the same sizes."""
+        """Part for these arguments, or None if the sequential program runs. Collective: the ranks pass the same sizes."""
         is_one = group is None or group.count == 1
         sizes = {
             size: arrays[name].shape[dim]

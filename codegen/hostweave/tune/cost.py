@@ -75,7 +75,7 @@ class Product:
     def share(self, machine: Machine) -> float:
         """Fraction of the GPU that it occupies, from 0 to 1. Another matmul can use the rest.
 
-        This is the larger of two fractions: of the multiprocessors, and of the memory bandwidth.
+        The larger of two fractions counts: of the multiprocessors, or of the memory bandwidth.
         """
         if not self.count * self.rows * self.columns:
             return 1.0

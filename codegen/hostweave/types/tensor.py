@@ -175,7 +175,8 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if the memory of a local tensor can hold one of the other type: same dtype and mesh, and same dims in any order."""
+        """True if the two types have the same dtype and mesh, and the same dims in any order. Their local tensors then fill the same
+        memory."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
     @cached_property

@@ -67,11 +67,11 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 // Copies inputs on GPUs of other ranks to local memory.
 //
 // A copy between two GPUs may occupy queues of both, which copies of other ranks from the same GPU share. If copies were enqueued
-// between calls, they could deadlock: a rank's copy for a later call waits for the rank's earlier calls. It could be queued
-// before another rank's copy for an earlier call, whose collectives need every rank. So all ranks fetch before any call, when no
-// collective is running, and copies wait only for copies. Afterwards only its rank uses a GPU, and it waits for other ranks only
-// in collectives. All ranks enqueue these in one order, after everything they need, so even a single hardware queue
-// (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
+// between calls, they could deadlock: a rank's copy for a later call waits for the rank's earlier calls. This copy could be
+// queued before another rank's copy for an earlier call, whose collectives need every rank. So all ranks fetch before any call,
+// when no collective is running, and copies wait only for copies. Afterwards a GPU is used only by its rank, and the rank waits
+// for other ranks only in collectives. All ranks enqueue the collectives in one order, after everything they need, so even a
+// single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());

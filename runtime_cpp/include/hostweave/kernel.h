@@ -155,7 +155,7 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Programmatic dependent launch: the next kernel on the stream may start. It waits for the end of this one by itself.
+// Programmatic dependent launch: the next kernel on the stream may start. That kernel itself waits for the end of this one.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -217,10 +217,10 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, such as that of the previous step, the values
-    are x divided by it. Values out of range become the largest number of f8e4m3, or an infinity of f8e5m2. The returned scales are always
-    computed from x, for use in the next step. Quantisation fuses with preceding kernels: a norm and its quantisation by rows are one
-    kernel.
+    If a dim is sharded, the largest magnitude is reduced over its ranks. If `scale` is given, for example the scale of the previous step,
+    the values are x divided by `scale`. Values out of range become the largest number of f8e4m3, or an infinity of f8e5m2. The returned
+    scales are always computed from x, for use in the next step. Quantisation fuses with preceding kernels: a norm and its quantisation by
+    rows are one kernel.
 
     Raises ProgramError for an unknown scaling, another dtype, a scale of the wrong shape, or a dim that 128 does not divide.
 

@@ -261,8 +261,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None) -
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    It moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, pass one number per choice in place of
-    its row: the dot product of this row and the row of the result's gradient.
+    This function moves k times the bytes of `moe_combine`. For the gradient of the weights of `moe_combine`, pass one number per choice in
+    place of its row: the dot product of this row and the row of the result's gradient.
 
     Raises ProgramError for other shapes.
 

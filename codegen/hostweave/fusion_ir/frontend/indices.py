@@ -421,7 +421,7 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
 @_called("cross_entropy")
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """Cross entropy, as in torch.nn.functional: -log(softmax(logits)) at the target. It is computed in f32, or in f64 for f64 logits.
+    """Cross entropy, as in torch.nn.functional: -log(softmax(logits)) at the target. Computed in f32, or in f64 for f64 logits.
 
     The logits are floats [..., V], and the target ints [...]. `reduction` is "mean" (over targets other than `ignore_index`), "sum", or
     "none". With "none", the result has the shape of the target, and zeros at ignored targets.

@@ -92,7 +92,7 @@ def _counts_up(column: Column) -> bool:
 
 
 def repeat_calls(fusion: Fusion) -> Fusion:
-    """Replaces runs of calls by repeats. Returns the fusion itself if there are none."""
+    """Replaces runs of calls by repeats. Returns the fusion itself if it has no such runs."""
     unfit: set[object] = set()
     groups: dict[Column, bool] = {}
     roles: dict[str, _Roles] = {}

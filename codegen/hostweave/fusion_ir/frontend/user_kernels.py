@@ -64,8 +64,8 @@ def kernel(
     launched.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
-    parameters. Without `cpu`, `source` is compiled for both targets. It may then use hostweave/kernel.h, such as hw::over_grid, but not
-    threadIdx and the like.
+    parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but
+    not threadIdx and the like.
 
     Returns a tensor, or a tuple for several outputs.
 

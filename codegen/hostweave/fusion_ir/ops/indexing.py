@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-For each indexed dim, an op has an operand `rows`: the global indices of the dim that the rank holds. It reads or writes only these, so the
-dim may be sharded. A `take` reads zeros at other indices, and a `scatter` skips them.
+For each indexed dim, an op has an operand `rows`: the global indices of the dim that the rank holds. The op accesses only these indices, so
+the dim may be sharded. A `take` reads zeros at other indices, and a `scatter` skips them.
 """
 
 from dataclasses import replace

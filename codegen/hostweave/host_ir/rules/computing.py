@@ -156,8 +156,8 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". It must be one matrix product, whose rows have equal
-    distances in memory."""
+    """Reason why a matmul cannot have a bias or an activation as its epilogue, or "". The matmul must be one matrix product, whose rows
+    have equal distances in memory."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if a.dtype.itemsize == 1 and dst.dtype.name == "f32":

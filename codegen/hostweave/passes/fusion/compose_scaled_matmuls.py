@@ -44,6 +44,6 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
 
 
 def _divides_not(size: Size, step: int) -> bool:
-    """True if `step` does not divide a size that is an int, or if a size is the shard of an int that does not divide evenly."""
+    """True if `size` is an int that is not a multiple of `step`, or a shard of an int that does not divide evenly."""
     share = size.factor
     return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

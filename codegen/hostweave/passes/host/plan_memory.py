@@ -258,6 +258,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """A child as the ranks of a mesh see it. If its `on` includes all of them, this is the instruction in the `on` body."""
+    """The instruction in the body of a child if the child is an `on` of all ranks of the mesh, otherwise the child."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -156,8 +156,8 @@ class Attentions:
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Index of the last column that a row sees, minus the index of the row. None without a causal mask.
 
-        It depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added and the
-        number of rows subtracted. If there are lengths, the instruction itself adds the number of valid columns.
+        The diagonal depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added and
+        the number of rows subtracted. If there are lengths, the instruction itself adds the number of valid columns.
         """
         if not op[CAUSAL]:
             return None

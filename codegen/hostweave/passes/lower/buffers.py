@@ -82,8 +82,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads. This is the chunk if the operand has the streamed dim, otherwise the whole operand. Its dims are aligned
-        with those of the result."""
+        """Buffer that an op reads. If the operand has the streamed dim, this is the chunk, otherwise the whole operand. The buffer's dims
+        are aligned with the result's."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:

@@ -219,7 +219,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: ChunkLoop) -> None:
-        """Emits a loop over shards that an earlier gather delivers, for a matmul and its epilogues. It begins with the rank's own shard."""
+        """Emits a loop over shards from an earlier gather, for a matmul and its epilogues. The loop begins with the rank's own shard."""
         b, (_, weights), gather = self.b, loop.ops[0].tensors, self.flow.made[loop.gathered]
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)

@@ -61,7 +61,7 @@ class Member {
   // Collective in one process group: makes its channel. Call it during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators that the application owns instead, keyed by the axes of their process groups. Throws ArgumentError if one
-  // is missing, or if this rank's index in it differs from that in the mesh.
+  // is missing, or if this rank has another index in the communicator than in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
