@@ -1,7 +1,7 @@
 """Causal bf16 attention, forward and backward, against torch with cuDNN.
 
 Cases have 32 heads of queries and 8 of keys (Llama 3 8B), or 8 of queries and one of keys (a rank of Llama 3 70B at TP 8). Other cases
-shard the sequence over two GPUs, in order and in zigzag, which balances the work. Operands are [S, B, H, D]. Times are medians of
+shard the sequence over two GPUs, in order and in zigzag. Zigzag balances the work. Operands are [S, B, H, D]. Times are medians of
 alternating measurements, without host time.
 """
 
@@ -85,8 +85,8 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
 
 
 def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
-    """Times of forward and backward passes over a sequence on two GPUs and on one, alternately. On two GPUs it is the time of the slower
-    one."""
+    """Times of forward and backward passes over a sequence on two GPUs and on one, alternately. On two GPUs, a time is that of the slower
+    GPU."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):

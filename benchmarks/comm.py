@@ -1,6 +1,6 @@
 """Host time and bandwidth of every kind of communication, each as a program of one instruction, compared with direct NCCL calls.
 
-Both variants are programs in this process. In the second one the direct calls replace the body of `run`.
+Both variants are programs in this process. In the second variant, the direct calls replace the body of `run`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures all figures of docs/figures.md in one run, and prints a table of the figures that have a goal.
 
-Each part is a benchmark that runs in a separate process with a time limit. Its output is printed immediately. Arguments are names of
-parts; default: all. `goals` runs only the parts that measure the figures of the table. Two GPUs are needed. The exit status is 1 if a part
-fails.
+Each part is a benchmark that runs in a separate process with a time limit. The output of a part is printed immediately. Arguments are names
+of parts; default: all. `goals` runs only the parts that measure the figures of the table. Two GPUs are needed. The exit status is 1 if a
+part fails.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 - products: one scaled matmul with the shapes of one rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, compared with
   torch._scaled_mm. Both are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. It is compared
-  with Hostweave in bf16, and torch with _scaled_mm, by torch.compile without and with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. The peers are
+  Hostweave in bf16, and torch with _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
-Data is random. One process per GPU runs all variants alternately. It prints milliseconds of the slowest rank, the median over calls that
-all ranks start together, and ratios. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
+Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
+that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales: torch quantises by the maximum of a rank's columns, Hostweave by that of the
-    whole row."""
+    """Compares results with a tolerance for different scales. torch quantises by the maximum of a rank's columns, and Hostweave by the
+    maximum of the whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

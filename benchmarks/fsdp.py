@@ -1,11 +1,11 @@
 """Eight layers with weights sharded over all GPUs (FSDP): the fraction of the gathers' time that matmuls hide.
 
-Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered before use. The number of rows is
-chosen so that a matmul takes about 1.1 times as long as the gather of its weight. It prints milliseconds of the slowest rank, the median
-over calls that all ranks start together. It measures only the gathers, only the layers with replicated weights, and both together:
-sequentially, as the compiler chooses, and with asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by
-columns, or as in a PyTorch linear layer, whose rows are the columns of the matmul. In the last two cases matmuls can process one shard
-after another. Data is random, in bf16. One thread per GPU.
+Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered before use. The number of rows is chosen
+so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest rank: the median
+over calls that all ranks start together. The programs are only the gathers, only the layers with replicated weights, and both together.
+Both together run sequentially, as the compiler chooses, and with asynchronous gathers by NCCL kernels or by copy engines. Weights are
+sharded by rows, by columns, or as in a PyTorch linear layer, whose rows are the columns of the matmul. With weights by columns, or as in a
+linear layer, matmuls can process one shard after another. Data is random, in bf16. One thread per GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
     """Program of the layers, with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated weights. If not
-    `multiplies`, it has only the gathers."""
+    `multiplies`, the program has only the gathers."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:

@@ -48,7 +48,7 @@ def main(hand_only: bool = False) -> None:
 
 
 def _bound_weights(target: str) -> None:
-    """Calls of a program with one addition and many inputs, so that most of the host time is spent on the inputs."""
+    """Calls of a program with one addition and many inputs. Most of the host time is spent on the inputs."""
     weights = {f"w_{i}": hw.f32[16] for i in range(WEIGHTS)}
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32[16], **weights)

@@ -1,7 +1,7 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, against a device copy of the same bytes and against torch.compile.
 
-The three are timed alternately, on inputs that exceed the GPU's cache. Two limits are tested: the time relative to torch.compile and, for
-many rows, the bandwidth relative to the copy. Arguments are names of cases; default: all.
+Kernel, copy and torch are timed alternately, on inputs that exceed the GPU's cache. Two limits are tested: the time relative to
+torch.compile and, for many rows, the bandwidth relative to the copy. Arguments are names of cases; default: all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Prefill and decode of layers of Llama 3 8B, as in `examples/llama.py`, compared with transformers.
 
-The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. It runs on one GPU, and tensor-parallel on two.
-transformers uses a static cache, torch.compile, and CUDA graphs for decode. Both select the most probable token. The projections of
-transformers' model are sharded by this script, because the plan of transformers supports only checkpoints. Prompts have 4096 tokens. A
-decode call is a series of steps that the host enqueues one by one, so host time is included. It prints milliseconds of the slowest rank:
-medians of alternating calls. Each row is printed immediately. `model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and
-one implementation, in less than a minute each.
+The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. The model runs on one GPU, and tensor-parallel on two GPUs.
+transformers uses a static cache, torch.compile, and CUDA graphs for decode. Hostweave and transformers both select the most probable token.
+The projections of transformers' model are sharded by this script, because the plan of transformers supports only checkpoints. Prompts have
+4096 tokens. A decode call is a series of steps that the host enqueues one by one, so host time is included. Printed times are milliseconds
+of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours` and `model.py 2 transformers` run one
+number of GPUs and one implementation, in less than a minute each.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 - products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens per expert, even and skewed
   routing, on one GPU, compared with torch._grouped_mm.
-- dispatch: each GPU sends 128 or 4096 tokens of 7168 elements to the ranks of 8 of 64 experts, and gets the results back. Hostweave sends
-  a token once to each rank, and returns a sum in f32. It is compared with torch's all_to_all_single, for which the host knows all counts
-  in advance, and with a copy engine that sends a row for each token and expert.
+- dispatch: each GPU sends 128 or 4096 tokens of 7168 elements to the ranks of 8 of 64 experts, and gets the results back. Hostweave sends a
+  token once to each rank, and returns a sum in f32. The peers are torch's all_to_all_single, for which the host knows all counts in
+  advance, and a copy engine that sends a row for each token and expert.
 - layer: a Mixtral layer at 8B shapes, forward and backward, on one GPU, compared with torch's _grouped_mm, eager and compiled.
 
-Data is random. One process per GPU runs all variants alternately. It prints milliseconds of the slowest rank, the median over calls that
-all ranks start together, and ratios. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
+Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
+that all ranks start together. Ratios follow. Arguments are names of parts; default: all. `moe.py dispatch` needs two GPUs.
 """
 
 from __future__ import annotations

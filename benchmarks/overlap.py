@@ -1,7 +1,7 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, compared with torch and hand-written code.
 
-It prints milliseconds of the slowest rank: the median over calls that all ranks start together, after a kernel that spins. For each case
-it prints, in this order:
+Printed times are milliseconds of the slowest rank: the median over calls that all ranks start together, after a kernel that spins. The
+variants of a case, in the order of the output:
 
 - the loop that the compiler chooses, compared with the fastest hand-written pipeline of puts or gets
   (`handwritten/put_pipelines.cu`, which needs nvcc and NCCL 2.32);
@@ -199,8 +199,8 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
-    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment, or None if it cannot be built here
-    or lacks all cases."""
+    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if there is no compiler
+    or library, or if the code has none of the cases."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
@@ -304,8 +304,8 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """Modes of NCCL's collectives in torch, by name. Each has a process group, and memory that is registered with this group as a window.
-    The memory is large enough for the tensors of every case."""
+    """Modes of NCCL's collectives in torch, by name. Each mode has a process group, and memory that is registered with this group as a
+    window. The memory is large enough for the tensors of every case."""
     import torch
     import torch.distributed as dist
 

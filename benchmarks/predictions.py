@@ -3,8 +3,9 @@ decoding and experts.
 
 `predictions.py predict` writes predicted.json, without a GPU, from the figures of H100 and H200 that come with the package. Without
 `predict`, the script runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe` on two GPUs, as the
-cost model chooses. Those of `overlap` and `fsdp` also run in sequence. It prints the error of each prediction. Times are milliseconds of
-the slowest rank: the median over calls that all ranks start together, with random data. Arguments are names of parts; default: all.
+cost model chooses. The programs of `overlap` and `fsdp` also run sequentially. The script prints the error of each prediction. Times are
+milliseconds of the slowest rank: the median over calls that all ranks start together, with random data. Arguments are names of parts;
+default: all.
 """
 
 from __future__ import annotations

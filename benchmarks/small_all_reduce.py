@@ -1,10 +1,10 @@
 """All-reduces of few rows with residual and norm, against torch and FlashInfer.
 
 The peers in torch are kernels of torch.compile with all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce,
-residual and norm; it runs if flashinfer-python is installed, which compiles it at its first use.
+residual and norm. The kernel runs if flashinfer-python is installed, and is compiled at the first use.
 
-A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a
-CUDA graph. Data is random with a fixed seed, in bf16. One process per GPU runs all variants alternately on the same arrays. It prints
+A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a CUDA
+graph. Data is random with a fixed seed, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are
 microseconds per step of the slowest rank: the median over calls that all ranks start together after a kernel that spins.
 `small_all_reduce.py 16` measures one number of rows.
 """
@@ -143,7 +143,7 @@ def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) 
 
 
 def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """The same with FlashInfer's kernel of all-reduce, residual and RMSNorm, one-shot and two-shot."""
+    """Calls with FlashInfer's kernel of all-reduce, residual and RMSNorm, one-shot and two-shot."""
     import torch
     import torch.distributed as dist
     from flashinfer import comm

@@ -1,14 +1,14 @@
 """Compares `hostweave.torch.compile` with torch's parallelize_module and torch.compile, for one module and sharding plan.
 
-The module has 4 decoder layers of Llama 70B with the sizes of a rank of 8. It is sequence-parallel on all GPUs of this machine, with
-4096 tokens. torch.compile is applied to each layer, as in training frameworks, without and with async tensor parallelism. Data is random,
-in bf16. One process per GPU runs all variants alternately. Times are milliseconds of the slowest rank: the median over calls that all
-ranks start together. Arguments select the measurements; default: all.
+The module has 4 decoder layers of Llama 70B with the sizes of a rank of 8. The module is sequence-parallel on all GPUs of this machine,
+with 4096 tokens. torch.compile is applied to each layer, as in training frameworks, without and with async tensor parallelism. Data is
+random, in bf16. One process per GPU runs all variants alternately. Times are milliseconds of the slowest rank: the median over calls that
+all ranks start together. Arguments select the measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
-- `step`: a whole step of AdamW with the mean square of the result's difference from a target as loss. torch uses its fused AdamW;
-- `fsdp`: the same for layers that `fully_shard` prepared. Each rank has its own 4096 tokens;
+- `step`: a whole step of AdamW, with the mean square error as loss. torch uses its fused AdamW;
+- `fsdp`: the same for layers that `fully_shard` prepared. Each rank has 4096 different tokens;
 - `host`: the host time of a captured forward pass, also on one GPU;
 - `compile`: the time to compile 32 layers with an empty cache.
 
@@ -219,11 +219,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Host time of a forward pass while the GPU is busy.
-
-    If captured, it measures consecutive launches, and the first launch after a wait, in which the CPU caches lose the data. If not
-    captured, it measures so few calls that the queue does not fill. It also measures graphs that torch captures: of the module by
-    torch.compile, and of one addition.
+    """Host time of a forward pass while the GPU is busy. Captured passes are launched consecutively, and once after a wait, in which the
+    CPU caches lose the data. Passes without a graph are so few that the queue does not fill. Graphs that torch captures are also measured:
+    of the module by torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -351,7 +349,7 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
 def _torch_step(
     module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, share: float = 1
 ) -> Any:
-    """`share` is the part of the rank's mean in the loss over all ranks. `fully_shard` averages gradients itself."""
+    """`share` is the weight of the rank's mean in the loss over all ranks. `fully_shard` averages gradients itself."""
     adamw, loss_of = _adamw(module), torch.compile(mean_square, dynamic=False, backend=BACKEND)
 
     def step() -> torch.Tensor:
@@ -408,7 +406,7 @@ def _say(rank: int, line: str) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The model with parameters that are expanded from single elements, and so take no memory."""
+    """The model with parameters that are expanded from single elements, and therefore need no memory."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))

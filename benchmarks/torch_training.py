@@ -47,8 +47,8 @@ MODELS = {"llama": (llama, 2, (1, 4096)), "gpt2": (gpt2, 24, (4, 1024))}
 
 
 def ways(module: nn.Module, inputs: dict[str, Any], whole: bool) -> dict[str, Callable[[], Way]]:
-    """Functions that create the variants, by name. Each returns a call, and the module that the call trains. A call computes a loss and
-    the gradients, or a whole step."""
+    """Functions that create the variants, by name. Each function returns a call, and the module that the call trains. A call computes a
+    loss and the gradients, or a whole step."""
 
     def hostweave_() -> Way:
         own = copy.deepcopy(module)

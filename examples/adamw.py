@@ -36,6 +36,7 @@ def adamw(ranks, stage, eps=1e-8):
 
 
 def rates(step, lr=1e-3, weight_decay=1e-2):
-    """Three coefficients for step number `step`, which starts at 1. They are inputs of the program, so that a schedule can change them."""
+    """Three coefficients for step number `step`, which starts at 1. The coefficients are inputs of the program, so that a schedule can
+    change them."""
     rate, scale = lr / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** -0.5
     return {"rate": rate, "scale": scale, "decay": 1 - lr * weight_decay}

@@ -40,7 +40,7 @@ def needed(module):
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise CheckpointError(f"{package} is not installed, and running a checkpoint takes it: pip install {package}") from None
+        raise CheckpointError(f"a checkpoint needs {package}, which is not installed: pip install {package}") from None
 
 
 def read_json(path):
@@ -61,7 +61,7 @@ def read_config(folder, dtype=None):
     lacks += [f"the activation {found['hidden_act']}"] if found.get("hidden_act", "silu") != "silu" else []
     lacks += [f"rotary embeddings of type {scaling}"] if scaling not in ("default", "llama3") else []
     if kind != "llama" or lacks:
-        lacks = [MISSING.get(kind, "layers of its own"), *lacks] if kind != "llama" else lacks
+        lacks = [MISSING.get(kind, "layers of another architecture"), *lacks] if kind != "llama" else lacks
         raise CheckpointError(f"{path}: model_type {kind} with {', '.join(lacks)}, which this model lacks; give a plain Llama")
     given = {name: value for name, value in found.items() if value is not None}
     dtype = dtype or given.get("dtype") or given.get("torch_dtype") or "float32"
@@ -92,14 +92,14 @@ def frequencies(size, theta, scaling=None):
 def read_tokenizer(folder):
     tokenizer, path = needed("tokenizers").Tokenizer, folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{path}: it is not there; give a folder that has it")
+        raise CheckpointError(f"{path}: there is no such file; give a folder with a tokenizer.json")
     return tokenizer.from_file(str(path))
 
 
 def read_weights(folder, types, mesh, rank, device="cpu"):
     """Reads this rank's shard of each tensor of the model. Returns the shards by name.
 
-    Raises CheckpointError if `types` names a tensor that the checkpoint lacks, or if the checkpoint has others.
+    Raises CheckpointError if `types` names a tensor that the checkpoint lacks, or if the checkpoint has a tensor that `types` lacks.
     """
     open_file, torch = needed("safetensors").safe_open, needed("torch")
     index = folder / "model.safetensors.index.json"
@@ -110,9 +110,9 @@ def read_weights(folder, types, mesh, rank, device="cpu"):
         raise CheckpointError(f"{folder}: {error}; give a folder with the weights as safetensors") from None
     lies = {name.removesuffix(".weight"): file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     if missing := sorted(types.keys() - lies):
-        raise CheckpointError(f"{folder}: there is no tensor {missing[0]}.weight, of {len(missing)} that the model has; fetch all files")
+        raise CheckpointError(f"{folder}: there is no tensor {missing[0]}.weight, one of {len(missing)} missing ones; fetch all files")
     if unknown := sorted(name for name in lies.keys() - types if name != "lm_head" and not name.endswith("inv_freq")):
-        raise CheckpointError(f"{folder}: the model has no tensor {unknown[0]}, of {len(unknown)} such; give a plain Llama")
+        raise CheckpointError(f"{folder}: the model has no tensor {unknown[0]}, one of {len(unknown)} unknown ones; give a plain Llama")
     dtypes = {ours: getattr(torch, name) for name, ours in DTYPES.items()}
     weights = {}
     for name, type in types.items():

@@ -1,8 +1,9 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
 Two programs share the weights and the cache of keys and values, and update the cache in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another: each call writes the next token to the input of the next call. `hw.block`
-makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8 ranks.
+sequence-parallel. `decode` processes one token after another: each call writes the next token to its input, which the next call reads.
+`hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8
+ranks.
 """
 
 import argparse
@@ -54,8 +55,8 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """One layer. It processes a prompt whose tokens are sharded along the sequence, or, if `decode`, one token that attends to the
-    cache."""
+    """One layer. If `decode`, it processes one token, which attends to the cache. Otherwise it processes a prompt whose tokens are sharded
+    along the sequence."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
@@ -87,7 +88,7 @@ def largest(x):
 
 
 def sampled(logits, temperature, top_p, seed, draw):
-    """Samples a token per row from the smallest set with total probability top_p, found by bisection without sorting or gathering."""
+    """Samples a token per row from the smallest set with total probability top_p. Bisection finds the set without a sort or a gather."""
     V = int(logits.type.shape[-1])
 
     @hw.block(p=hw.f32[1, "B", f"{V}@tp"], low=hw.f32[1, "B", 1], high=hw.f32[1, "B", 1], top_p=hw.f32[()])
@@ -102,7 +103,7 @@ def sampled(logits, temperature, top_p, seed, draw):
     low = high * 0
     for _ in range(26):
         low, high = halved(p, low, high, top_p)
-    # Exponential race: the first event of rate p wins.
+    # Exponential race: index i gets an exponential time with rate p[i]. The index with the smallest time is the sample.
     return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))
 
 
@@ -197,7 +198,7 @@ class Llama:
         """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if the cache is too small."""
         counts = [len(prompt) for prompt in prompts]
         if wrong := [count for count in counts if not 0 < count < self.length]:
-            raise CheckpointError(f"a prompt of {wrong[0]} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
+            raise CheckpointError(f"a prompt has {wrong[0]} tokens, and the cache has space for 1 to {self.length - 1}; raise --length")
         self.position.copy_(self.torch.tensor(counts))
         longest = -(-max(counts) // self.tp) * self.tp
         filled = self.torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], dtype=self.torch.int32)
@@ -256,7 +257,7 @@ def run(given, sampling):
     tokenizer = read_tokenizer(given.folder)
     prompt = tokenizer.encode(given.prompt).ids
     if given.target == "cuda" and (gpus := needed("torch").cuda.device_count()) < given.tp:
-        raise CheckpointError(f"{given.tp} ranks take a GPU each, and there are {gpus}; lower --tp, or give --target cpu")
+        raise CheckpointError(f"{given.tp} ranks need one GPU each, and there are {gpus}; lower --tp, or give --target cpu")
     text = needed("tokenizers").decoders.DecodeStream()
 
     def show(token):

@@ -18,7 +18,7 @@ LAYER = {"router": dtype["H", EXPERTS], "bias": hw.f32[EXPERTS], "w1": dtype[E, 
 
 
 def routed(x, router, bias):
-    """Scores of all experts, the chosen experts, their scores, and their weights. The weights of a token sum to 1."""
+    """Scores of all experts, then index, score and weight of the chosen experts. The weights of a token sum to 1."""
     scores = hw.softmax(hw.astype(hw.matmul(x, router), hw.f32))
     _, experts = hw.top_k(scores + bias, TOP)
     chosen = hw.take_along_axis(scores, experts, axis=1)

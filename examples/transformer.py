@@ -1,8 +1,8 @@
-"""Transformer layers as users write them: the type of the input makes them tensor-parallel or sequence-parallel.
+"""Transformer layers as users write them. The type of the input determines if a layer is tensor-parallel or sequence-parallel.
 
 MLP and attention are plain functions. The first weight is sharded over `tp` by columns and the second by rows, so the result is a partial
-sum. It is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the sequence. The backward
-passes are written with the same ops.
+sum. The partial sum is all-reduced if the layer's output is replicated, and reduce-scattered if the output is sharded along the sequence.
+The backward passes are written with the same ops.
 """
 
 from math import pi, sqrt

@@ -19,7 +19,7 @@ constexpr std::pair<const char*, cublasMpMatmulAlgoType_t> kMpAlgorithms[] = {
 };
 
 // y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. cuBLASMp has column-major matrices, and
-// computes the transposes: y^T = w^T x^T. Its blocks of a sharded dim are the shards, so nothing is cyclic.
+// computes the transposes: y^T = w^T x^T. A block of a sharded dim is one shard: no cyclic layout.
 class MpMatmul {
  public:
   // m: rows after the gather or before the scatter; n, k: of one rank.

@@ -1,11 +1,11 @@
-// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. It times three kinds of steps: the first only
-// synchronizes with the peer, the second also sends rows, and the third also adds them. A CUDA graph of sixteen dependent steps
-// is launched four times.
+// Lower bounds of an all-reduce of few rows inside a kernel, on two GPUs. Three kinds of steps are timed. The first only
+// synchronizes with the peer, the second also sends rows, and the third also adds the rows. A CUDA graph of sixteen dependent
+// steps is launched four times.
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 exchange_bound.cu -o exchange_bound
 // Run     ./exchange_bound (on two GPUs with peer access).
 // Output  The microseconds of a step on the slower GPU: the median of 15 measurements and their range. There is a line for each
-//         number of rows of 8192 bf16, each kind of step and each number of blocks.
+//         number of rows, kind of step and number of blocks. A row has 8192 bf16.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 

@@ -3,9 +3,8 @@
 //
 // Build   nvcc -O3 -std=c++17 -arch=sm_90 graph_launches.cu -o graph_launches -lcuda
 // Run     ./graph_launches (on two GPUs with peer access).
-// Output  A line for each graph: the number of its nodes, and the median microseconds of a launch in three states. The GPU is
-// idle,
-//         or it runs another launch, or nothing was launched for 20 ms.
+// Output  A line for each graph: the number of its nodes, and the median microseconds of a launch in three states: the GPU is
+//         idle; the GPU is busy with another launch; nothing was launched for 20 ms.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <unistd.h>
@@ -56,7 +55,7 @@ int main() {
     return 1;
   }
   float *x, *peer;
-  CUdeviceptr signals;  // the first one is written, the second one is awaited and is set
+  CUdeviceptr signals;  // the first is written; the second is awaited, and is always set
   cudaStream_t main, side;
   cudaEvent_t event;
   CHECK(cudaSetDevice(1));

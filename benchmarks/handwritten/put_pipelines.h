@@ -202,7 +202,7 @@ struct Case {
 // Barrier of all ranks' main streams.
 void meet(Gpu& gpu) { CHECK_NCCL(ncclAllReduce(gpu.numbers, gpu.numbers, 1, ncclDouble, ncclMax, gpu.comm, gpu.main)); }
 
-// Collective. For each value, takes the largest of all ranks. Returns the median of these.
+// Collective. Replaces each value by the largest of all ranks, and returns the median.
 double median_of_slowest(Gpu& gpu, std::vector<double> values) {
   const size_t bytes = values.size() * sizeof(double);
   CHECK_CUDA(cudaMemcpyAsync(gpu.numbers, values.data(), bytes, cudaMemcpyHostToDevice, gpu.main));

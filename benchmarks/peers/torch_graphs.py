@@ -9,9 +9,8 @@ WARMUPS = 3
 
 
 def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that launches `call` as a graph that torch captured. It returns the same tensors each time.
-
-    A graph does not keep its memory alive, so the function keeps a reference to `call`.
+    """Returns a function that launches `call` as a graph that torch captured. The function returns the same tensors each time. It keeps a
+    reference to `call`, because a graph does not keep its memory alive.
     """
     import torch
 

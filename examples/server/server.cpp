@@ -54,7 +54,7 @@ Place find_place(int argc, char** argv) {
   return place;
 }
 #else
-// Rank 0 writes a temporary file and renames it, so that no rank reads a partial id. Each start of the server needs a new file.
+// Rank 0 writes a temporary file and renames the file, so no rank reads a partial id. Each start of the server needs a new file.
 Place find_place(int argc, char** argv) {
   if (argc != 7) throw std::invalid_argument("usage: server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE");
   const std::string path = argv[6];

@@ -101,7 +101,9 @@ def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) 
             alone = llama.Llama(c, programs, weights, frequencies, batch=1, length=model.length)
             each = [[token for (token,) in alone.generate([prompt], 6)] for prompt in short]
             assert not is_exact or list(map(list, zip(*model.generate(short, 6), strict=True))) == each
-        with pytest.raises(CheckpointError, match=rf"a prompt of {model.length} tokens, of 1 to {model.length - 1} that the cache has"):
+        with pytest.raises(
+            CheckpointError, match=rf"a prompt has {model.length} tokens, and the cache has space for 1 to {model.length - 1};"
+        ):
             model.start([[1] * model.length])
         return own, got
 
@@ -189,16 +191,16 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--top-p above 0 and at most 1" in capsys.readouterr().err
     for mistake, arguments in {
         "4 heads of keys and values cannot be shared by 3 ranks; give a divisor as --tp": ["--tp", "3"],
-        "a prompt of 13 tokens, of 1 to 9 that the cache has room for; raise --length": ["--tp", "2", "--length", "10"],
-        r"ranks take a GPU each, and there are \d+; lower --tp, or give --target cpu": ["--tp", "64", "--target", "cuda"],
+        "a prompt has 13 tokens, and the cache has space for 1 to 9; raise --length": ["--tp", "2", "--length", "10"],
+        r"ranks need one GPU each, and there are \d+; lower --tp, or give --target cpu": ["--tp", "64", "--target", "cuda"],
     }.items():
         with pytest.raises(SystemExit, match=mistake):
             run(monkeypatch, folder, "--prompt", prompt, *arguments)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(SystemExit, match=r"tokenizer.json: it is not there; give a folder that has it"):
+    with pytest.raises(SystemExit, match=r"tokenizer.json: there is no such file; give a folder with a tokenizer.json"):
         run(monkeypatch, folder, "--prompt", prompt)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(SystemExit, match="tokenizers is not installed, and running a checkpoint takes it: pip install tokenizers"):
+    with pytest.raises(SystemExit, match="a checkpoint needs tokenizers, which is not installed: pip install tokenizers"):
         run(monkeypatch, folder, "--prompt", prompt)
 
 
@@ -206,7 +208,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({"model_type": "mixtral"}, "model_type mixtral with experts and their router, which this model lacks; give a plain Llama"),
     "qwen": ({"model_type": "qwen2"}, "model_type qwen2 with biases of queries, keys and values, which this model lacks"),
     "qwen3": ({"model_type": "qwen3", "attention_bias": True}, "with norms of queries and keys, biases of attention, which this"),
-    "unknown": ({"model_type": "mamba"}, "model_type mamba with layers of its own, which this model lacks"),
+    "unknown": ({"model_type": "mamba"}, "model_type mamba with layers of another architecture, which this model lacks"),
     "biases": ({"attention_bias": True}, "model_type llama with biases of attention, which"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn"}}, "with rotary embeddings of type yarn, which"),
     "older yarn": ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "with rotary embeddings of type linear, which"),
@@ -249,8 +251,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     tensors = load_file(checkpoint(False)[0] / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj"
     for changed, message in (
-        ({**tensors, f"{name}.bias": torch.zeros(128)}, rf"the model has no tensor {name}.bias, of 1 such; give a plain Llama"),
-        ({key: tensors[key] for key in tensors if key != f"{name}.weight"}, rf"there is no tensor {name}.weight, of 1 that the model has"),
+        ({**tensors, f"{name}.bias": torch.zeros(128)}, rf"the model has no tensor {name}.bias, one of 1 unknown ones; give a plain Llama"),
+        ({key: tensors[key] for key in tensors if key != f"{name}.weight"}, rf"there is no tensor {name}.weight, one of 1 missing ones"),
         ({**tensors, f"{name}.weight": torch.zeros(127, 64)}, rf"{name}.weight: .*dim 0 is 127; it must be 128"),
     ):
         save_file(changed, tmp_path / "model.safetensors")

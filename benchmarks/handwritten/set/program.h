@@ -1,5 +1,5 @@
-// Program `set` of examples/single_device.py, written by hand. It makes only the library calls of the generated program, to
-// measure the overhead of the other host code.
+// Program `set` of examples/single_device.py, written by hand. It makes only the library calls of the generated program. The
+// difference in host time is the overhead of the other host code.
 #pragma once
 #include <cuda_runtime_api.h>
 
