@@ -38,7 +38,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two is slow, and they alternate."""
+    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two runs only with -m slow; which
+    transport that is alternates between cases."""
     return [
         pytest.param(*case, transport, marks=[pytest.mark.slow] * ((number + at) % 2))
         for number, case in enumerate(cases)
@@ -85,8 +86,8 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Returns a value for every named size: `times` times the smallest size that chunks and shards divide. Adds `more` to sizes that may
-    be uneven."""
+    """Returns a value for every named size: `times` multiplied by the smallest size that is a multiple of chunks and shards. Adds `more` to
+    sizes that may be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 

@@ -52,7 +52,7 @@ CASE = """\
 
 
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
-    """Writes a command to `folder` for use as CXX. It optimises only the kinds of files in `optimised`."""
+    """Writes a command to `folder` for use as CXX. The command optimises only the kinds of files in `optimised`."""
     script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
     cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
     linker = _linker(folder, compiler)

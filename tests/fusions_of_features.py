@@ -18,7 +18,7 @@ mesh = hw.Mesh(x=D)
     donate="cache",
 )
 def indices(table, ids, at, x, first, cache):
-    """Lookups in a sharded table, elements at other places, sums at places, and a slice and a cache that begin at an input."""
+    """Lookups in a sharded table, gathers, sums at indices, and a slice and a cache update that start at an index from an input."""
     found = hw.embedding(ids, table)
     moved = hw.take_along_axis(x, hw.remainder(at, 2), 1)
     added = hw.scatter_add(x, 1, hw.remainder(at, 3), found)
@@ -27,7 +27,7 @@ def indices(table, ids, at, x, first, cache):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 4], y=dtype["M@x", 3], z=dtype["M", "K@x"])
 def joined(x, y, z):
-    """Concatenated, padded and split along dims that ranks share and dims that they do not."""
+    """Concats, pads and splits along sharded and unsharded dims."""
     both = hw.concat([x * 2, hw.tanh(y), x[:, ::2]], axis=1)
     padded = hw.pad(both, (1, 2), value=0.5)
     return padded[:, :6] - padded[:, 6:], hw.concat([hw.reshard(z, "M", "K"), hw.reshard(x, "M", 4)], axis=1)
@@ -42,13 +42,13 @@ def scaled(x, w, t):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "K@x"], seed=hw.u32[()])
 def random_numbers(x, y, seed):
-    """Numbers that do not depend on how ranks share the tensors."""
+    """Random numbers, which do not depend on shardings."""
     return hw.dropout(x, 0.25, seed, draw=1) + hw.astype(hw.uniform(x, seed, draw=2), dtype), hw.dropout(y, 0.5, seed, draw=3)
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "N@x"])
 def orders(x, y):
-    """Sorted elements, the largest ones with their places, cumulative sums, and extremes over ranks."""
+    """Sorts, the largest elements and their indices, cumulative sums, and maxima and minima over sharded dims."""
     values, places = hw.top_k(x, 2)
     return hw.sort(x, axis=1, descending=True), values, places, hw.cumsum(x, axis=1), hw.max(y, axis=1), hw.argmax(y, axis=1)
 
@@ -61,7 +61,7 @@ def one_layer(x, w, b):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 4], **{f"{name}_{i}": dtype[4, 4] if name == "w" else dtype[4] for i in range(5) for name in "wb"})
 def repeated(x, **given):
-    """Five layers, which are a loop."""
+    """Five calls of a layer, which become a loop."""
     first = None
     for i in range(5):
         x, h = one_layer(x, given[f"w_{i}"], given[f"b_{i}"])
@@ -71,5 +71,5 @@ def repeated(x, **given):
 
 @hw.fusion(mesh=mesh, x=dtype["T", 4], w=dtype[f"{2 * D}@x", 4, 6], ends=hw.i32[2 * D])
 def grouped(x, w, ends):
-    """Rows in groups that begin and end where an input says, each multiplied by a matrix that one rank has."""
+    """Groups of rows, whose bounds are an input. Each group is multiplied by a separate matrix, which one rank has."""
     return hw.grouped_matmul(x, w, ends)

@@ -1,7 +1,7 @@
 """NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
 
-It defines the expected results of generated code, so it is as simple as possible. Floats of less than 32 bits are widened to f32 for each
-instruction, and rounded once. Memory that was not written is NaN.
+The interpreter defines the expected results of generated code, so it is as simple as possible. Floats of less than 32 bits are widened to
+f32 for each instruction, and rounded once. Memory that was not written is NaN.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Makes mutants of host programs, each with one mathematical error: a wrong shard, slice, order, reduction, scale, operand, addend,
 epilogue or condition.
 
-`mutants(host)` returns all mutants. `judge` tells if the check of results detects an error, and if a comparison in f64 does. `python
-tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. `60 training` judges
-mutants of training programs, which need PyTorch. `22 others 3 8` judges every eighth program, starting with number 3.
+`mutants(host)` returns all mutants. `judge` returns a verdict: detected by the check of results, equal in f64, rejected earlier, or missed.
+`python tests/math_mutants.py 22 others` judges about 22 mutants of each program, and prints the table of docs/check-tests.md. `60 training`
+judges mutants of training programs, which need PyTorch. `22 others 3 8` judges every eighth program, starting with number 3.
 """
 
 from __future__ import annotations

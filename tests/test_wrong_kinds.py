@@ -1,5 +1,5 @@
-"""Passes values of all kinds for each parameter of public functions. They must accept the value, or raise an error of Hostweave with a
-reason."""
+"""Passes values of all kinds for each parameter of public functions. The function must accept the value, or raise an error of Hostweave
+with a reason."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(emp
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that replaces the library that was checked is not loaded. An older library is not loaded either."""
+    """The module does not load a library that replaces the checked one, not even an older version."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -470,8 +470,8 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
-    """Kernels, which have a constant bank, get a unique C++ name. Functions that they call get none, because two cubins may contain the
-    same function."""
+    """A kernel has a constant bank, and gets a unique C++ name. A function that kernels call keeps its name, because two cubins may contain
+    the same function."""
     folder = tmp_path / 'a"b\\c\nd'
     folder.mkdir()
     code = b"cubin\0.text.add_x\0.text.helper\0.nv.constant0.add_x\0"

@@ -1,5 +1,4 @@
-"""The cache: an entry is created atomically and only once despite races, failed builds are kept, and code of other users is never
-loaded."""
+"""The cache: an entry is created atomically and only once despite races. Failed builds are kept. Code of other users is never loaded."""
 
 import errno
 import os
@@ -106,7 +105,7 @@ def installed(folder: Path) -> dict[str, str]:
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
-    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # it finds the BLAS library relative to itself
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # the package finds the BLAS library relative to its folder
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
@@ -219,7 +218,7 @@ def test_an_entry_that_is_not_whole_is_made_again(name: str, harm: str, tmp_path
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Gives a file or folder to another user, or makes it appear so. Returns that user's id."""
+    """Changes the owner of a file or folder to another user, or simulates the change. Returns the user's id."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
         return 12345

@@ -50,7 +50,7 @@ TOOLKIT13 = {
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Simulates a machine on which CUDA can only be in an empty folder of wheels."""
+    """Simulates a machine without a CUDA toolkit. Returns the folder of wheels, which is empty."""
     monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
     monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
     monkeypatch.setenv("PATH", "")

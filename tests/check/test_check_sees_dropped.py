@@ -79,9 +79,8 @@ for name in NAMES:
 
 
 def test_a_check_leaves_nothing_to_the_garbage_collector() -> None:
-    """The check leaves no reference cycles, because collecting its objects would take as long as the check.
-
-    It runs in a separate process. In this one, threads of other tests, such as a store, may leave cycles at any time.
+    """The check leaves no reference cycles, because a garbage collection of its objects would take as long as the check. The test runs in a
+    separate process, because threads of other tests may leave cycles at any time.
     """
     run = subprocess.run([sys.executable, "-c", CHECK_AND_COLLECT], env=environment(), capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

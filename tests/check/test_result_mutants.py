@@ -62,7 +62,7 @@ def test_mutants_of_training_programs_are_caught() -> None:
 
 
 def test_blocks_of_squares_are_told_from_their_transposes() -> None:
-    """Packing must not be confused with its inverse if there are as many rows as columns, and each block has one of them."""
+    """The check must distinguish packing from its inverse, even if a matrix is square and each block is one row or column."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]
@@ -75,7 +75,7 @@ def test_a_sum_of_one_element_is_no_evidence() -> None:
 
 
 def test_integers_reduced_by_xor_have_many_bits() -> None:
-    """A program with many other elements has one set of inputs, which must tell xor from or."""
+    """A program with many other elements has only one set of inputs. This set must distinguish xor from or."""
     subject = Subject("permutes", exchange_fusions(8)["permutes"])
     found = [made for kind, where, made in mutants(subject.host) if kind == "another op" and "reduce_xor" in where]
     assert [subject.judge(made) for made in found] == [CAUGHT, CAUGHT]

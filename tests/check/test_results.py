@@ -177,7 +177,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 
 
 def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
-    """The finite field cannot represent the result, so values in f64 are compared instead. They also reveal a real error."""
+    """The finite field cannot represent the result, so values in f64 are compared instead. The f64 values also reveal a real error."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())
     assert check(host, fusion=fusion) == ()

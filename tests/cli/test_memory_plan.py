@@ -230,7 +230,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """The bodies of a condition may use one name for two buffers, and may not use all allocations."""
+    """The two bodies of a condition may use one name for two buffers. A body may leave an allocation unused."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a

@@ -1,31 +1,31 @@
-"""Known defects of other systems in communication, each with a test of Hostweave that would detect it.
+"""Known defects of other systems in communication, each with the test of Hostweave that would detect the defect.
 
 | defect | test |
 |---|---|
-| the count of an all_gather is that of the result, which is n times too large | test_collectives, every dtype and number of ranks |
+| the count of an all_gather is the size of the result, n times the correct count | test_collectives, every dtype and number of ranks |
 | bf16 is sent as another type | test_collectives |
 | integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |
 | a send or recv outside a group is refused | test_raw_sends, test_collectives (ring) |
 | the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
 | the process group is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards |
 | a rank in no process group fails | test_ranks_that_take_no_part |
-| an error in a group leaves it open, and the next collective hangs | ../runtime/test_rank_faults: test_a_rank_that_fails_in_the_middle |
-| counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (matching) |
-| an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
-| two groups of ranks share one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
-| channels are made at every call, or never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
-| a channel is on the current device, or the index of the device is used as rank | ../runtime/test_processes; ../runtime/test_providers |
-| a collective inside a condition on the rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
-| an unused communication is not removed, or is removed only on some ranks | test_what_nobody_needs, ../passes/test_decompose_reshards |
-| communications of two channels have different orders on different ranks | ../passes/test_serialize_channels, ../analysis/test_check |
-| a later call overtakes an earlier one | ../programs/test_numerics (calls in flight), ../programs/test_mutations |
-| communication cannot be in place; an all_reduce copies its operand first | test_in_place; ../golden (matmul_ar_unstreamed) |
-| local data is sent to the same rank by a scatter | ../passes/test_decompose_reshards (`shard`) |
-| one tensor is gathered twice for two consumers | ../passes/test_insert_reshards, ../passes/test_decompose_reshards |
+| an error in a group leaves it open, and the next collective hangs | test_rank_faults: test_a_rank_that_fails_in_the_middle |
+| counts and dtypes are not compared with the buffers | test_host_verify (counts, dtypes), test_check (matching) |
+| an all_to_all rounds a size down if the ranks do not divide it | test_host_verify (all_to_all) |
+| two groups of ranks share one channel | test_init: test_groups_of_different_names_do_not_mix |
+| channels are made at every call, or never freed | test_init: test_channels_are_made_once_and_freed |
+| a channel is on the current device, or the index of the device is used as rank | test_processes; test_providers |
+| a collective inside a condition on the rank compiles, and hangs | test_host_verify (`if`, loops) |
+| an unused communication is not removed, or is removed only on some ranks | test_what_nobody_needs, test_decompose_reshards |
+| communications of two channels have different orders on different ranks | test_serialize_channels, test_check |
+| a later call overtakes an earlier one | test_numerics (calls in flight), test_mutations |
+| communication cannot be in place; an all_reduce copies its operand first | test_in_place; tests/golden (matmul_ar_unstreamed) |
+| local data is sent to the same rank by a scatter | test_decompose_reshards (`shard`) |
+| one tensor is gathered twice for two consumers | test_insert_reshards, test_decompose_reshards |
 | averages, and reductions of integers to one rank, are missing | test_collectives (avg, reduce) |
 | a permute leaves ranks without a source unchanged | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | zero elements, one element or uneven shards fail | test_collectives (0 and 1), test_reshards |
-| ranks wait forever for a rank that is gone | ../runtime/test_rank_faults, ../runtime/test_processes |
+| ranks wait forever for a rank that has ended | test_rank_faults, test_processes |
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """A launch waits for NCCL's events and records them, instead of nodes of the graph. Normal calls are between launches."""
+    """A launch waits for NCCL's events and records them. The graph has no nodes for these events. Normal calls are between launches."""
     program = layers_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:

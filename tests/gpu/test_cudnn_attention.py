@@ -196,7 +196,7 @@ def test_gradients_with_lengths() -> None:
 def test_diagonals_beside_the_corners(diagonal: int) -> None:
     """Diagonals as for the rows or keys of one rank: the first rows may attend to no column, and the last rows to all columns.
 
-    The last columns are attended to by no row.
+    No row attends to the last columns.
     """
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)

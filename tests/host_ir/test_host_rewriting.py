@@ -56,7 +56,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_is_of_one_place() -> None:
-    """An edit changes one position, even if the same object is at another position, because a pass may repeat an instruction."""
+    """An edit changes only one position, even if the same object is at several positions. A pass may repeat an instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2

@@ -161,7 +161,7 @@ TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
 def test_truncated_text() -> None:
     tokens = TOKEN.findall(EVERYTHING.rstrip())
     for end in range(len(tokens)):
-        if end == 0 or not tokens[end - 1].isspace():  # with the space after it, the text has the same meaning
+        if end == 0 or not tokens[end - 1].isspace():  # if only the space after a token is missing, the text is valid
             with pytest.raises(ParseError):
                 HostProgram.parse("".join(tokens[:end]))
 

@@ -65,7 +65,7 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
     """A reshard to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream, because a call
-    cannot have one."""
+    cannot have a stream."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -145,7 +145,7 @@ def test_each_body_has_events_of_its_own() -> None:
 
 
 def test_a_block_has_a_channel_where_it_communicates() -> None:
-    """On one rank a ring sends nothing, and the program has no channel. On two ranks it has one."""
+    """On one rank a ring sends nothing, and the program has no channel. On two ranks, the program has one channel."""
     text = """\
 fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
   %y: f32[M@x, E] = call @layer(%x, %w)
@@ -188,7 +188,8 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The join before the call is kept, because the block forks the same streams, and its communication must follow their work."""
+    """The join before the call is kept, because the block forks the same streams. The communication of the block must follow the earlier
+    work on these streams."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
@@ -364,8 +365,8 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 
 
 def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
-    """An asynchronous communication ends before a block that communicates, so that all ranks have the same order. It overlaps with a block
-    that does not."""
+    """An asynchronous communication ends before a block that communicates, so that all ranks have the same order. The communication
+    overlaps with a block that does not communicate."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

@@ -1,4 +1,5 @@
-"""Random programs and blocks that donate inputs, and return views of these and of results. `pytest -m slow` tests many more programs."""
+"""Random programs and blocks that donate inputs, and return views of the inputs and of results. `pytest -m slow` tests many more
+programs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_random_edges(seeds: range) -> None:
 
 @pytest.mark.parametrize("op", [hw.argmax, hw.max, hw.min])
 def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
-    """Hostweave raises its own error. NumPy would raise another error, or return a number that no rank computes."""
+    """Hostweave raises an error. NumPy would raise a different error, or return a number that no rank computes."""
 
     @hw.block(x=hw.f32["M", "N"])
     def last(x: hw.Tensor) -> hw.Tensor:

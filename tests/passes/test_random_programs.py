@@ -1,6 +1,5 @@
-"""Random fusions: each is either refused, or is lowered, can be printed and parsed, passes the check, and gives NumPy's results.
-
-`pytest -m slow` tries many more.
+"""Random fusions. Hostweave refuses a fusion, or lowers it to a program that can be printed and parsed, passes the check, and gives NumPy's
+results. `pytest -m slow` tests many more fusions.
 """
 
 from __future__ import annotations

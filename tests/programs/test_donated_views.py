@@ -119,7 +119,7 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """There are only two copies: the view of a donated input is copied before the input is overwritten, and an argument that is passed
+    """There are only two copies: one of a view of a donated input, before the input is overwritten, and one of an argument that is passed
     twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)

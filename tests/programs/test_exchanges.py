@@ -54,7 +54,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("size", ["M", 7, 12])
 @pytest.mark.parametrize("ranks", [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 4])], ids=str)
 def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
-    """Reads need one size for all blocks. A dim whose blocks have several sizes is gathered before, and sliced after."""
+    """Remote reads need blocks of equal size. A dim with blocks of several sizes is gathered before the read, and sliced after it."""
     mesh = hw.Mesh(x=5)
     before, after = (mesh.ranks(some, y=len(some)) for some in ranks)
 

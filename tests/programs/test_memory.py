@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """A call with other sizes, for which the memory is large enough, does not allocate either."""
+    """A call with other sizes does not allocate if the memory is large enough."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))

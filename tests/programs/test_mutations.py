@@ -1,7 +1,7 @@
 """Every record, wait, fork and join of every program is necessary, and tests detect a missing one.
 
-A mutant lacks one of them, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in flight,
-and all memory is NaN before each call. If the static check rejects the mutant, some schedule must give wrong results, and the race
+A mutant lacks one synchronisation, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in
+flight, and all memory is NaN before each call. If the static check rejects the mutant, some schedule must give wrong results, and the race
 detection of the device must report it.
 """
 

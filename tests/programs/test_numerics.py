@@ -56,7 +56,7 @@ ON_ONE_DEVICE = (
     Variant(ranks=1, chunks=3, streams=4, dtype=hw.bf16),
 )
 OFTEN = VARIANTS[3]  # other tests run every program in this variant
-QUICK = [v for v in VARIANTS if v is not OFTEN]  # by default each program runs in one of these, and similar programs in others
+QUICK = [v for v in VARIANTS if v is not OFTEN]  # by default each program runs in only one of these variants
 CASES = [
     pytest.param(name, v, id=f"{name}-{v}", marks=[] if names is ONE_DEVICE or v == QUICK[number % 4] else [pytest.mark.slow])
     for names, variants in ((SEVERAL, VARIANTS), (ONE_DEVICE, ON_ONE_DEVICE))

@@ -156,7 +156,7 @@ def test_reference() -> None:
 
 
 def test_ranks_that_make_calls_of_their_own() -> None:
-    """Ranks register memory collectively when it grows. If a call fails on one rank, the other ranks do not wait for it."""
+    """Ranks register memory collectively when the memory grows. If a call fails on one rank, the other ranks do not wait for it."""
     fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
     program, provider = compiled(fusion), hw.Threads(3)
     calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]

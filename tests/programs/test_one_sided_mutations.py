@@ -1,7 +1,7 @@
 """Each put, get, signal and wait is necessary, with its peer, position, signal number and count.
 
 The check, and some schedule of the CPU device, detect each mutant. The proof of order does not detect a wrong source address of a get,
-because it does not cover values.
+because the proof does not cover values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
 
 
 def sizes_for(host: HostProgram) -> dict[str, int]:
-    """Sizes for which a block has several rows. If uneven shards are allowed, the last block has fewer."""
+    """Sizes for which a block has several rows. If uneven shards are allowed, the last block has fewer rows."""
     return {name: 2 * least - (name in host.uneven) for name, least in minimal_sizes(host).items()}
 
 

@@ -76,7 +76,7 @@ def test_uneven_rows_and_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_delayed_scales(scaling: str) -> None:
-    """With given scales, values are divided by them, and the scales of the current values are returned."""
+    """Values are divided by the given scales. The scales of the current values are returned."""
     r, c = blocks(scaling, (M, K))
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16[f"{M}@x", K], s=hw.f32[M // r, K // c])

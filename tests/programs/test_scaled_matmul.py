@@ -28,9 +28,9 @@ Array = np.ndarray[Any, Any]
 NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
-FOUR = pytest.param(4, marks=pytest.mark.slow)  # 2, 3 and 8 ranks have each kind of step
-TWO = pytest.param(2, marks=pytest.mark.slow)  # in loops with gathers; quantised rows travel in the same loops
-OTHERS = [("row", 24), ("block", "M")]  # with the other kind of scales, or of rows
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # programs for 2, 3 and 8 ranks have every kind of iteration
+TWO = pytest.param(2, marks=pytest.mark.slow)  # other tests gather quantised rows in the same loops
+OTHERS = [("row", 24), ("block", "M")]  # scales and numbers of rows that only -m slow tests
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -59,7 +59,7 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Compares with a tolerance of one rounding, or one per term of the ranks, relative to the largest sum of a row."""
+    """Compares relative to the largest sum of a row. The tolerance is one rounding, or one rounding per rank if ranks add terms."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -80,7 +80,7 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """Matmuls of each kind in which one dim, and its scales, are sharded, for each dim."""
+    """For each kind of scales and each dim: a matmul in which this dim and its scales are sharded."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):

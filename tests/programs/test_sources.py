@@ -12,7 +12,8 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.target import find_target
 
 NAMES = (*SEVERAL, *ONE_DEVICE, *ONE_SIDED, *PIPELINES)
-# Programs whose instructions are all in others, which are compiled for CUDA by default. Tests of ops compile kernels.
+# Programs that have no instruction beyond those of the other programs, so they are compiled for CUDA only with -m slow. Tests of ops
+# compile kernels.
 COVERED = ("ag_matmul_flat_chunked", "matmul_ar_unstreamed", "two_outputs", "gated_in_loops", "set", "add", "row_sum", "matmul_m")
 COVERED += ("matmul_n", "matmul_batch", "two_ops", "three_ops", "residual_put", "ag_pieces_put")
 

@@ -275,9 +275,9 @@ def test_mutations() -> None:
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
     """True if, in some order of events, a packet is overwritten before its receiver has read it.
 
-    The kernels of a rank run one after another. A kernel sends a packet to each peer and receives one from each peer, in any order. It
-    ends when it has sent and received all packets. Until then it may read received packets again. A packet contains the number of its
-    exchange.
+    The kernels of a rank run one after another. A kernel sends a packet to each peer and receives one from each peer, in any order. A
+    kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
+    number of its exchange.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)

@@ -76,7 +76,8 @@ def _as_tensor(array: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the background compilation of programs for ranges of sizes, except in their tests, because it takes time."""
+    """Disables the background compilation of programs for ranges of sizes, except in the tests of such programs, because the compilation
+    takes time."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

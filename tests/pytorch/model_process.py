@@ -1,6 +1,6 @@
 """One rank of models of transformers, and of a module of DTensors. torchrun starts it, on GPUs if there are any.
 
-For each model it prints that the results equal torch's on one device.
+For each model, the process prints a line if the results equal torch's on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """

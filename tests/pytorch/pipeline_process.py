@@ -1,7 +1,7 @@
 """One rank of a pipeline. torchrun starts it, on GPUs if there are any.
 
-It trains its stage with torch's optimizer, and with steps that are one program. It compares the stage with the same layers of a model that
-torch trains on one device.
+The rank trains its stage with torch's optimizer, and with steps that are one program. It compares the stage with the same layers of a model
+that torch trains on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
 """

@@ -82,8 +82,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 
 def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some heads of the cache, and launches a graph for each token. For the same logits, the same tokens are sampled as by
-    torch."""
+    """Each rank has some heads of the cache, and launches a graph for each token. For the same logits, the sampled tokens equal torch's."""
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
     module = model_of("Llama", num_hidden_layers=2)
@@ -142,7 +141,7 @@ def test_graphs_of_tokens() -> None:
 
 
 def test_caches_of_the_user() -> None:
-    """If a cache is passed, tokens are appended to it, as by the module."""
+    """If a cache is passed, the call appends tokens to the cache, as the module does."""
     module = model_of("Llama", num_hidden_layers=2)
     ids = torch.randint(3, VOCABULARY, (1, 6))
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})

@@ -1,4 +1,5 @@
-"""Random numbers in modules: the seed reproduces them, each call has new ones, all meshes give the same, and distributions are torch's."""
+"""Random numbers in modules. A seed reproduces the numbers, and each call draws new numbers. They do not depend on the mesh. Distributions
+are torch's."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_threads_use_the_numbers_of_rank_0() -> None:
 
 @pytest.mark.parametrize("has_board", [True, False])
 def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
-    """The group stands for two processes, of which the other one draws the seeds 1 and 2."""
+    """The group simulates two processes. The other process draws the seeds 1 and 2."""
 
     class TwoProcesses:
         in_process, rank, count, can_exchange, call_timeout = False, 1, 2, True, 1.0

@@ -276,7 +276,7 @@ class FirstTwo(Caching):
 
 
 class WithCache(nn.Module):
-    """Its layers write to a cache, whose tensors and numbers are a part of the result."""
+    """A model whose layers write to a cache. The cache's tensors and numbers are a part of the result."""
 
     def __init__(self, layers: list[nn.Module], rows: tuple[int, ...] = ()):
         super().__init__()
@@ -295,7 +295,7 @@ def caching(kind: type[Caching], count: int = 3) -> WithCache:
 
 
 def test_layers_that_use_their_own_state_in_a_cache_are_traced_once() -> None:
-    """Their index chooses the state, and has no other effect."""
+    """The index of a layer chooses the state, and has no other effect."""
     expect(caching(Caching), "", "0", "0")
     expect(caching(CacheInPlace), "", "0", "0")
     sharing = caching(Caching)

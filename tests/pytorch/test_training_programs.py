@@ -228,7 +228,7 @@ class GatedTwice(nn.Module):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
-    """Layers take values of the program, and not of other layers. Values are resharded if their shardings differ."""
+    """Arguments of layers are values of the program, not of other layers. Values are resharded if their shardings differ."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
     plan = {"y": "tp, -", "gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}

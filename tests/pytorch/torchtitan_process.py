@@ -1,7 +1,7 @@
 """One rank of a transformer that is prepared as in torchtitan. torchrun starts it, on GPUs if there are any.
 
-It prints "trained" if 20 steps equal those of torch. It prints "loaded" if training from a checkpoint of tp 4 gives the same results at dp
-2 x tp 2 as at tp 4.
+The process prints "trained" if 20 steps equal those of torch. It prints "loaded" if training from a checkpoint of tp 4 gives the same
+results at dp 2 x tp 2 as at tp 4.
 
 torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py
 """

@@ -2,7 +2,7 @@
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 
-It exits with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is correct, and no rank thread is left over.
+The script exits with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is correct, and no rank thread is left over.
 """
 
 from __future__ import annotations

@@ -277,7 +277,8 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
 @pytest.mark.parametrize("on", ["one host", "two hosts"])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
 def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, on: str) -> None:
-    """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` works anyway, because it asks the GPUs."""
+    """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` works anyway, because it queries the GPUs for peer
+    access."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, apart = free_port(), [{"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]

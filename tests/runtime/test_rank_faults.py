@@ -466,8 +466,8 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
 
 
 def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
-    """A rank sends its message before it aborts its channels, because NCCL may block until other ranks abort theirs, which they do after
-    the message."""
+    """A rank sends its message before it aborts its channels. The abort of NCCL may block until the other ranks abort their channels, and
+    they do so only after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -515,7 +515,7 @@ class Silent(MemoryStore):
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -> None:
-    """A stopped rank 0 causes both at about the same time."""
+    """If rank 0 is stopped, its call becomes overdue at about the time at which its store stops answering."""
     store, program, reasons, both = Silent(), hw.compile(twice), queue.Queue[str](), threading.Barrier(2)
 
     class Local:

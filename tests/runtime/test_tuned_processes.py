@@ -1,6 +1,7 @@
 """`Options(tune=True)` with ranks that are processes.
 
-Ranks exchange algorithms when they first make plans. Later they do so only if the program communicates and all ranks prepare new sizes.
+Ranks exchange algorithms when they first make plans. Later, ranks exchange algorithms only if the program communicates and all ranks
+prepare new sizes.
 """
 
 from __future__ import annotations

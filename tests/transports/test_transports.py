@@ -44,7 +44,7 @@ def test_a_transport_carries_what_it_says() -> None:
 @pytest.mark.parametrize("name", ["peer", "one_sided"])
 def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
     """In NCCL 2.28 to 2.30.6, a collective on registered windows may read its input before the preceding kernel ends, if that kernel
-    has a programmatic launch. So communicators with windows are not used for collectives."""
+    has a programmatic launch. Collectives therefore do not use communicators with windows."""
     assert not find_transport(name).carries & {"collective", "send", "recv"}
     program = HEAD.replace("mesh(x=2)", f"mesh(x=2) channels(x: x {name})") + "all_reduce sum %x -> %y on x\n}\n"
     with pytest.raises(ProgramError, match=f"channel x is {name}, which supports only get, signal, wait_signal"):

@@ -355,10 +355,8 @@ def why_not(transport: Transport) -> str:
 
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put loops are chosen for one host. If ranks are on several hosts, according to them or to NCCL, they run a variant without these
-    loops.
-
-    The same holds if one rank has loaded an older NCCL before channels are created.
+    """Put loops are chosen for one host. Ranks on several hosts, as reported by the ranks or by NCCL, run a variant without these loops.
+    The same is true if one rank has loaded an older NCCL before channels are created.
     """
     channels, connected = list[str](), Group.connected
 

@@ -137,7 +137,8 @@ def test_sums_of_a_matmul_in_slices() -> None:
 
 
 def test_what_other_ops_hide_stays_out_of_loops() -> None:
-    """A reduce-scatter that later ops can hide, such as that of a weight's gradient, is not in a loop. Without such ops it is."""
+    """A reduce-scatter that later ops can hide, such as that of a weight's gradient, is not in a loop. Without such ops, the reduce-scatter
+    is in a loop."""
     inputs, ops = SCATTER
     inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
     assert taken((inputs, ops)) != ["none"]

@@ -72,7 +72,7 @@ def test_all_of_a_kernel(name: str, dtype: str) -> None:
     assert folded(before) == (str(before) if is_inexact else after)
 
 
-# The inputs of a kernel and its ops. No epilogue can compute all of them, and without the first op the kernel would access as many bytes.
+# The inputs of a kernel and its ops. No epilogue can compute all ops. An epilogue of the first op alone would save no bytes.
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),

@@ -75,7 +75,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_of_three_reductions_in_a_row_two_are_one() -> None:
-    """Two of three consecutive sums become one kernel. A former defect fused the middle sum with both others and lost it."""
+    """Two of three consecutive sums become one kernel. A former defect fused the middle sum with both others, and lost the middle sum."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

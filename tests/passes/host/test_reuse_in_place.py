@@ -41,7 +41,8 @@ def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: 
 
 
 def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
-    """Every thread reads the scale, so the sum cannot be written to the memory of the scale. It is copied there at the end."""
+    """Every thread reads the scale, so the sum cannot be written to the memory of the scale. The sum is copied to that memory at the
+    end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:

@@ -326,8 +326,8 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Two bools: when `first` of an iteration starts, whether `last` of the previous iteration has ended, and whether its launch has
-    ended."""
+    """Two bools for the time at which `first` of an iteration starts: True if `last` of the previous iteration has ended, and True if the
+    launch of `last` has ended."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}

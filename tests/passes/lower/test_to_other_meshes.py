@@ -210,7 +210,8 @@ def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
-    """A rank on both meshes copies locally. If as many ranks have a block as need it, each of them sends it once."""
+    """A rank on both meshes copies locally. If the number of ranks that have a block equals the number of ranks that need it, each source
+    sends the block once."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{
