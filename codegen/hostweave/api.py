@@ -164,8 +164,8 @@ class Program:
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. Each attention
-        has a line that says whether it is one library call. Raises ProgramError if the program was compiled from host IR, for which the
+        Each communication has a line with its algorithm, transport, chunks and time, and with the times of the alternatives. The line of an
+        attention op states if the op is one library call. Raises ProgramError if the program was compiled from host IR, for which the
         compiler chooses nothing.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
@@ -227,7 +227,8 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if it was disabled."""
+        """Parts that the check at compile time did not cover: lines that did not run, user kernels, or everything if the check was
+        disabled."""
         return self.compiled.unchecked
 
     @checked
@@ -290,13 +291,13 @@ class Program:
 
         Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same input
         arrays and writes to the same output arrays. Launches are ordered like calls of the program. The callable keeps the arrays alive.
-        Its temporaries stay in place if later calls have larger sizes. The CPU target behaves in the same way.
+        The temporaries of the graph keep their addresses if later calls have larger sizes. The CPU target behaves in the same way.
 
         All ranks launch the graph together. With one-sided communication, a launch on one rank cannot be matched by a call on another.
         Capturing one-sided communication needs NCCL 2.30.7 or later.
 
         The caller may also capture by other means, such as `torch.cuda.graph`, and call the program during that capture. The call becomes
-        part of the caller's graph. An earlier call with arrays of the same shapes must have been made.
+        part of the caller's graph. Before the capture, call the program once with arrays of the same shapes.
 
         Raises the errors of a call. Raises CaptureError if the call cannot be captured; the group remains usable.
 
@@ -309,9 +310,9 @@ class Program:
         """Prepares the rank of this process or thread for calls at each of these global sizes. Collective.
 
         A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on the rank's device.
-        After `prepare`, calls at these sizes do none of this, in whatever order they come. Each matmul keeps the plans of its last 4096
-        shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then
-        assumed to be even.
+        After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
+        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Their sharded dims are then assumed to
+        be even.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -402,9 +403,9 @@ class Program:
         """Writes a CMake project that builds and runs the program without Python, on either target.
 
         The project also compares the results of all ranks with the same computation on one device, at any sizes. With `wheel="cpu"` or
-        "cuda", the folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from it, which does not
-        need Hostweave. Raises ArgumentError if the folder cannot be written, or has other files with the names of the project's files.
-        Raises ProgramError if an op of the program has no C++.
+        "cuda", the folder is also a Python package for that target. `pip wheel` builds a wheel of version `version` from this package. The
+        wheel does not need Hostweave. Raises ArgumentError if the folder cannot be written, or has other files with the names of the
+        project's files. Raises ProgramError if an op of the program has no C++.
 
         Example: `program.export("ag_matmul/")`.
         """

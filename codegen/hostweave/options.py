@@ -22,15 +22,15 @@ class Options:
     """Options of `hw.compile`.
 
     - `streams`: number of CUDA streams of a chunk loop. Iterations use them round robin.
-    - `check`: True proves the host program free of races and deadlocks, and compares its results with those of the fusion. By default this
-      is done for meshes of up to 16 ranks.
+    - `check`: True proves the host program free of races and deadlocks, and compares the results with those of the fusion. By default,
+      meshes of up to 16 ranks are checked.
     - `sizes`: typical sizes of dims by name. Other sizes count as 4096. If a tensor can be resharded in several ways, the compiler chooses
       the one that moves the fewest bytes at these sizes.
     - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. The relevant sizes must be
       known for that, as ints or from `sizes`. "auto" also overlaps other communication with independent computation if that is faster at
       the typical sizes. "search" runs the best alternatives on all ranks in this process and keeps the fastest, also for later compiles.
-      All sizes must then be stated. "off" runs all communication in sequence. A `.stream(...)` in the program is always obeyed. If a chosen
-      loop does not divide the sizes of a call, that call runs in sequence. `Program.explain` shows the choices.
+      All sizes must then be stated. "off" runs all communication in sequence. The compiler always keeps a `.stream(...)` of the program. A
+      call whose sizes a chosen loop does not divide runs sequentially. `Program.explain` shows the choices.
     - `ways`: overrides choices of the cost model, by the names that `Program.explain` shows: `{"@ag_matmul %x_gathered": "put(8)"}`. "none"
       means sequential execution.
     - `machine`: figures for the cost model. By default these are the figures that `hostweave calibrate` measured on this machine, or else
@@ -49,15 +49,15 @@ class Options:
         chooses it. If the ranks cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
         All-reduces of few bytes are fused into the kernels that consume them.
 
-      With peer or one_sided, chunk loops support only tensors whose mesh has all ranks. They move shards by put or by ring, or in slices of
-      every rank's shard.
+      With peer or one_sided, chunk loops support only tensors whose mesh has all ranks. Such loops transfer shards by put or by ring, or
+      slices of every rank's shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
       place. Without this option, a call that detects such arrays compiles a variant for them. Arrays that are named here must be in
       windows.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as those of an
-      earlier call. Later calls with these arrays launch the graph. Use it for programs of many short operations, whose time is dominated by
-      the host. By default no call is captured automatically.
+      earlier call. Later calls with these arrays launch the graph. Use "auto" for programs of many short operations, whose time is
+      dominated by the host. By default no call is captured automatically.
 
       Graphs for the last 16 sets of arrays are kept. Calls with other arrays run without a graph. Outputs are in the same memory if `out=`
       gives them, or if the library's allocator returns memory that was freed.

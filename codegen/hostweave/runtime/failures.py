@@ -61,7 +61,7 @@ class FallibleGroup:
 
     @property
     def failure(self) -> str | None:
-        """Reason why the group can no longer be used: its failure, or "closed". None if it can."""
+        """Reason why the group can no longer be used: its failure, or "closed". None if the group is usable."""
         return self._failure or ("closed" if self.closed else None)
 
     def expect_working(self) -> None:

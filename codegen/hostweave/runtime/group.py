@@ -67,9 +67,10 @@ def init(
 ) -> Group:
     """Makes this process a rank of a group, in which programs can be called. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks call it, and it returns when all have joined. If the process or thread is already in the group, that group is returned. A
-    group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks exchange messages. By
-    default the environment variables of torchrun, mpirun or srun give both. Without them this process is the only rank.
+    All ranks must call `init`, which returns when all ranks have joined. If the process or thread is already in the group, that group is
+    returned. A group that has failed is replaced by a new one. `provider` gives the rank, and the store through which the ranks exchange
+    messages. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the only
+    rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. By default it is the local rank modulo the number of visible GPUs.
@@ -182,7 +183,8 @@ class Group(FallibleGroup):
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
-        """Raises ExecutionError if the group has failed. CUDA calls only enqueue work, so call it after waiting for the stream."""
+        """Raises ExecutionError if the group has failed. A CUDA call only enqueues work, so synchronize the stream before you call
+        `check`."""
         if not self._failure and (reason := self._known_failure()):
             self.abort(reason)
         self.expect_working()
@@ -191,7 +193,8 @@ class Group(FallibleGroup):
         """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by their rank in this group.
 
         All ranks of the group call it. A rank that passes color None gets None. `program(x, group=part)` calls a program in a new group.
-        Several groups can work at the same time. A new group has its own channels, fails independently of this one, and is closed with it.
+        Several groups can work at the same time. A new group has separate channels, and fails independently of this group. Closing this
+        group also closes the new group.
 
         Raises ArgumentError if a color or key is not an int. Raises ArgumentError in a group of `hw.Communicators`, because its ranks
         cannot exchange messages. Raises ExecutionError if the group has failed, or if another rank makes a different call or is late.
@@ -229,7 +232,7 @@ class Group(FallibleGroup):
 
         On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
-        with the last array that uses it. After `close` only this rank can access it.
+        with the last array that uses it. After `close`, only this rank can access the array.
 
         Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if ranks
         cannot access each other's memory, for example on several hosts. Raises ExecutionError if the group has failed or memory runs out.

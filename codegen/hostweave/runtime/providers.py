@@ -201,7 +201,7 @@ class Environment:
 
 @checked_arguments
 class TorchStore:
-    """Ranks that are processes of torch.distributed. Uses its default store or the given one, and nothing else of torch.distributed.
+    """Ranks that are processes of torch.distributed. Uses only the default store of torch.distributed, or the given store.
 
     Raises ArgumentError if torch.distributed is not initialised, unless `store`, `rank` and `count` are all given. Raises MissingPackage if
     PyTorch is not installed.

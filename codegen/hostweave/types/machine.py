@@ -39,8 +39,7 @@ class Link:
 class Network:
     """Network between hosts. Each GPU has the full `bandwidth`, in both directions at the same time.
 
-    `source` says where the figures come from, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Consecutive ranks fill one host before the
-    next.
+    `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Consecutive ranks fill one host before the next.
 
     Raises ProgramError for figures that are not above 0.
 

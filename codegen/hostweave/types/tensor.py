@@ -147,7 +147,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if only some of the program's ranks hold the tensor."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if the tensor is on only some of the program's ranks."""
 
     dtype: DType
     dims: tuple[Dim, ...]
@@ -269,8 +269,8 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If several ranks hold the same block, the
-        last one is used.
+        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. If several ranks have the same block, the
+        array of the last rank is used.
 
         Raises ArgumentError if the number of arrays or a shape does not fit.
         """

@@ -56,8 +56,8 @@ def scaled_dot_product_attention(
     - `is_causal`: row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
     - `enable_gqa`: key and value have fewer heads. Consecutive query heads share one of them (Ainslie et al., "GQA", 2023).
-    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. The same numbers are drawn whether heads
-      are grouped or not.
+    - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`. Grouped and ungrouped heads draw the same
+      numbers.
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full, as in `attention`. The query rows are the
       last of the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
 
@@ -126,9 +126,9 @@ def attention(
       E]. They must not decrease; a sequence may be empty. Keys are packed like queries, and a row sees only keys of the same sequence. Rows
       outside of all sequences give zeros and -inf.
 
-    For f32, f16 and bf16 it is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H, S, E].
-    E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. The elements of a row must be contiguous. Otherwise it is
-    composed of matmuls and a softmax, which computes in f32.
+    For f32, f16 and bf16, attention is one kernel call, and the matrix of scores is not materialised. The query must be [B, H, S, E] or [H,
+    S, E]. E and F must be ints of at most 256, and multiples of 8 for 16-bit dtypes. The elements of a row must be contiguous. Otherwise
+    attention is composed of matmuls and a softmax, which computes in f32.
 
     Sharded rows, `S@cp`: keys and values are gathered, or they arrive rank by rank, overlapped with attention to earlier blocks. Rows in
     zigzag, `S@zigzag(cp)`, balance a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag needs as many keys
@@ -176,11 +176,11 @@ def attention_backward(
     """Gradients of `attention` for query, key, value and, if given, the bias. Each has the type of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and the other arguments are those of `attention`. If
-    `attention` is one kernel call, so is its backward pass. Otherwise it is composed of matmuls.
+    `attention` is one kernel call, the backward pass is one too. Otherwise the backward pass is composed of matmuls.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
-    summed over dims that the bias lacks or that have size 1. If these dims are sharded, it is a partial sum. Gradients that are not used
-    are not computed.
+    summed over dims that the bias lacks or that have size 1. If these dims are sharded, the bias gradient is a partial sum. Gradients that
+    are not used are not computed.
 
     Raises ProgramError if shapes or dtypes do not fit.
 

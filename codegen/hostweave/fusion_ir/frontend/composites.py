@@ -44,7 +44,7 @@ def _worded(word: str, x: Tensor) -> Tensor:
 @_called("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]. The result is [..., N].
-    All have the same dtype.
+    All operands have the same dtype.
 
     Raises ProgramError for other shapes.
 
@@ -140,7 +140,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Narrower dtypes are computed in f32. `weight` and `bias` broadcast against x from the right, for example [E] for x [..., E] (Ba, Kiros
     and Hinton, "Layer normalization", 2016).
 
-    Raises ProgramError if they do not broadcast.
+    Raises ProgramError if `weight` or `bias` does not broadcast.
 
     Example: `hw.layer_norm(x, weight, bias)` with `x: bf16[M@tp, E]`, `weight: bf16[E]` and `bias: bf16[E]` gives `bf16[M@tp, E]`, in one
     kernel.
@@ -159,7 +159,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
     `weight` broadcasts against x from the right, for example [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer
     normalization", 2019).
 
-    Raises ProgramError if it does not broadcast.
+    Raises ProgramError if `weight` does not broadcast.
 
     Example: `hw.rms_norm(x, weight)` with `x: bf16[M@tp, E]` and `weight: bf16[E]` gives `bf16[M@tp, E]`, in one kernel.
     """
@@ -273,8 +273,8 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to [..., S, E/2].
 
-    A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved` it is 2i and 2i + 1 (Su et al., "RoFormer", 2021). The
-    result has the shape and dtype of x, and is computed in f32 for narrower dtypes.
+    A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1 (Su et al., "RoFormer",
+    2021). The result has the shape and dtype of x, and is computed in f32 for narrower dtypes.
 
     Raises ProgramError if E is odd, or if `cos` or `sin` does not broadcast.
 

@@ -28,7 +28,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [K, T] | [T, N] | [E, K, N] | its columns of `a` times its rows of `b` |
 
     The second form is the gradient of b in the first one. A group begins where the previous one ends. The host does not read the offsets.
-    They must not decrease; if they decrease, the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
+    Offsets must not decrease; otherwise the CPU target raises ExecutionError. In the first form, rows after the last group are zeros.
     Products of f16 and bf16 are summed in f32. All operands may have a leading batch dim, such as the results of `moe_dispatch`.
 
     E, K, N and T may be sharded. A rank multiplies its shard of the rows by its shard of the matrices. If a sharded dim is missing in the

@@ -31,7 +31,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
     wrap around. cuBLASLt does not support integer matmuls. A generated kernel computes them, much slower than matmuls of floats.
 
-    If dim K is sharded, the result is a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+    If dim K is sharded, the result is a partial sum. The partial sum is all-reduced, or reduce-scattered to a sharding that `reshard`
+    states.
 
     Raises ProgramError for other dtypes, or if the inner dims differ.
 
@@ -54,8 +55,8 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | block | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
     Shardings propagate as for `matmul`; a scale is sharded like its operand. A following bias, `relu` or `gelu_tanh` becomes the epilogue.
-    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`; others are copied first. If cuBLASLt
-    does not support the scales, the matmul is composed of other ops, and `Program.explain` reports it.
+    The operands should be contiguous along K, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If
+    cuBLASLt does not support the scales, the matmul is composed of other ops. `Program.explain` reports such matmuls.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -240,8 +241,8 @@ def _expect_dtype(name: str, dtype: object) -> None:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """Index (i64) of the largest element along one dim, or in the flattened tensor. Among equal elements, it is the first. A NaN counts
-    as the largest.
+    """Index (i64) of the largest element along one dim, or in the flattened tensor. Among equal elements, the first one counts. A NaN
+    counts as the largest.
 
     A sharded dim is gathered first. With `keepdims` the dim is kept, with one element.
 
@@ -276,10 +277,10 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """Reshapes x: the same elements in row-major order, with new dims.
 
-    Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One of them may be -1; it is inferred.
+    Dims are ints, names, or sizes such as `M/8`, or one tuple of these. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if the reshape does not change it, or if it is the
-    outermost of the dims that are merged or split. Otherwise it is gathered.
+    outermost of the dims that are merged or split. Otherwise the dim is gathered.
 
     Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
@@ -355,7 +356,7 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if `sources[i]` is None.
 
-    The dim is divided into as many equal blocks as there are sources. If it is sharded with one block per rank, this is a collective
+    The dim is divided into as many equal blocks as there are sources. If the dim is sharded with one block per rank, the op is a collective
     permute: each rank sends its block to at most one other rank.
 
     Raises ProgramError if a block is named twice, or if the number of blocks does not divide the dim.
@@ -408,7 +409,7 @@ def _size_of(dim: SizeLike, kind: str) -> Size:
 
 @checked
 def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
-    """States the sharding of a tensor. The dims are those of x, each with the mesh axes that split it. The compiler inserts the
+    """States the sharding of a tensor. The dims are those of x, each with the mesh axes that split the dim. The compiler inserts the
     communication.
 
     | from | to | communication |

@@ -38,7 +38,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
     `indices` is a tensor of ints from 0 to the size of the dim minus 1, with any number of dims. `axis` may be omitted if x is a vector. If
     an index is negative or too large, the CPU target raises ExecutionError, and GPUs use the nearest valid index. If the dim is sharded,
-    each rank reads the elements that it holds and zeros elsewhere; the result is a partial sum.
+    each rank reads the elements of its shard, and zeros elsewhere. The result is a partial sum.
 
     Raises ProgramError for other dtypes, or if `axis` is missing.
 
@@ -96,7 +96,7 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """Rows of a table [V, E], as in torch.nn.functional. `indices` is a tensor of ints of any shape; the result is [..., E].
 
-    If the vocabulary is sharded, `V@tp`, each rank looks up the rows that it holds, and the result is a partial sum. Nothing is gathered.
+    If the vocabulary is sharded, `V@tp`, each rank looks up the rows of its shard, and the result is a partial sum. Nothing is gathered.
     See `take` for indices out of range.
 
     Raises ProgramError if `weight` does not have two dims.
@@ -149,8 +149,8 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     """Adds elements of `source` to a copy of x, at `indices` along a dim. Elements with equal indices are summed. Shapes are those of
     `scatter`.
 
-    Sums are in the order of the source and in the dtype of x. So results are reproducible, on GPUs too. `axis` of x may be sharded. If
-    `axis` of the indices is sharded, each rank sums its elements, and the result is a partial sum.
+    Sums are in the order of the source and in the dtype of x. Results are therefore reproducible, also on GPUs. `axis` of x may be sharded.
+    If `axis` of the indices is sharded, each rank sums its elements, and the result is a partial sum.
 
     Raises ProgramError for other shapes.
 
@@ -172,7 +172,7 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
     """Slice of x with `sizes` elements per dim, beginning at `starts`. A start is an int, or an int tensor with one element.
 
     As in jax.lax, starts are clamped so that the slice fits. If a slice covers a whole dim, its start is ignored. If a dim that is cut is
-    sharded, each rank reads the elements that it holds and zeros elsewhere; the result is a partial sum.
+    sharded, each rank reads the elements of its shard, and zeros elsewhere. The result is a partial sum.
 
     Raises ProgramError if starts or sizes do not match x.
 
@@ -191,7 +191,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
 
     A start may vary along the dims before the first dim that is cut: with starts of shape [B], each batch has a separate start. Starts are
     clamped as in `dynamic_slice`. If x is donated or not used afterwards, the update is written in place, and nothing is copied. A dim that
-    is cut may be sharded: each rank writes the elements that it holds, and needs the whole update along that dim.
+    is cut may be sharded: each rank writes the elements of its shard, and needs the whole update along that dim.
 
     Raises ProgramError if the update or the starts do not match x.
 
@@ -375,7 +375,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
     The parts are views.
 
-    Raises ProgramError if the dim's size is symbolic, or if the lengths do not add up to it.
+    Raises ProgramError if the dim's size is symbolic, or if the lengths do not add up to the size.
 
     Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
     """

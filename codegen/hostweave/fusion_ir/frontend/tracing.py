@@ -32,8 +32,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       inputs that are not named parameters.
     - `mesh` is the mesh of ranks. Without it, the program runs on one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array holds that result. The result must have the
-      input's dtype and shape, must be computed from it, and gets its sharding. If no result has that shape, a result with the dims in
-      another order is chosen. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
+      input's dtype and shape, must be computed from the input, and gets the input's sharding. If no result has that shape, a result with
+      the dims in another order is chosen. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. It must return a tensor or a tuple of tensors.
 

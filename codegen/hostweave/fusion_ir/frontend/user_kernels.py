@@ -54,7 +54,7 @@ def kernel(
 
     `args` are the arguments of the function, in order:
 
-    - a tensor becomes a pointer to the rank's block of it;
+    - a tensor becomes a pointer to the rank's block;
     - a spec such as `hw.bf16["M@x", "N"]` becomes a pointer to an output of that type;
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
@@ -65,7 +65,7 @@ def kernel(
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but
-    not threadIdx and the like.
+    no built-in variables of CUDA such as threadIdx.
 
     Returns a tensor, or a tuple for several outputs.
 

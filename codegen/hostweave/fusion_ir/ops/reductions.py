@@ -94,8 +94,8 @@ def _reduction(
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (
         f"{doc}\n\nReduces over `axis`, an int, a dim name or a tuple of them, by default all dims. With `keepdims`\n"
-        f"they stay, with one element. The dtype is that of x. If a dim is sharded, each rank reduces its shard, and a collective\n"
-        f"combines the results. Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
+        f"the reduced dims stay, with one element. The dtype is that of x. If a dim is sharded, each rank reduces its shard, and a\n"
+        f"collective combines the results. Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
