@@ -337,7 +337,7 @@ def alone(x, w):  # type: ignore[no-untyped-def]
     return hw.matmul(x, w)
 
 
-def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers options, groups and programs."""
     monkeypatch.chdir(tmp_path)
     program, group = hw.compile(alone), hw.init(group="alone")
@@ -407,7 +407,7 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: no size named Q; the sizes of the program: M, K, N"),
     ],
 )
-def test_what_is_said_of_them(act: Callable[[], Any], message: str) -> None:
+def test_messages_of_mistakes(act: Callable[[], Any], message: str) -> None:
     with pytest.raises(HostweaveError) as caught:
         act()
     assert message in str(caught.value)

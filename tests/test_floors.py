@@ -166,7 +166,7 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
     assert mine <= packages
 
 
-def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
+def test_only_decompose_reshards_computes_steps_of_reshards() -> None:
     """Only decompose_reshards computes the steps of a reshard; later passes read them from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
@@ -176,7 +176,7 @@ def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
                 assert modules[node.module].isdisjoint(alias.name for alias in node.names), path.name
 
 
-def test_targets_are_asked_and_not_compared() -> None:
+def test_names_of_targets_are_not_compared() -> None:
     """Code that is specific to a target is in the folder `targets`. Other code does not compare names of targets."""
     compared = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
@@ -189,7 +189,7 @@ def test_targets_are_asked_and_not_compared() -> None:
     assert not compared
 
 
-def test_schedules_are_asked_and_not_compared() -> None:
+def test_schedules_are_not_compared() -> None:
     """Code calls methods of schedules and transports, and does not compare them with particular ones."""
     names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
@@ -205,7 +205,7 @@ def test_schedules_are_asked_and_not_compared() -> None:
     assert not compared
 
 
-def test_transports_are_asked_and_not_compared() -> None:
+def test_names_of_transports_are_not_compared() -> None:
     """Only a transport, its templates, and the code that detects its library name the library."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
     # Reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
@@ -241,7 +241,7 @@ OWN_SEMANTICS = {
 }
 
 
-def test_instructions_are_asked_for_traits() -> None:
+def test_code_reads_traits_of_instructions() -> None:
     """Only the listed code tests for the class of an instruction. Tests for abstract classes, such as Communication, are allowed."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
@@ -269,7 +269,7 @@ def test_modules_that_cpp_imports_are_there() -> None:
     assert [name for name in sorted(named) if find_spec(name) is None] == []
 
 
-def test_what_benchmarks_import_is_there() -> None:
+def test_names_that_benchmarks_import_exist() -> None:
     """All names that benchmarks import exist. CI does not run benchmarks, because most of them need GPUs."""
     missing = []
     for path in BENCHMARKS.rglob("*.py"):

@@ -16,7 +16,7 @@ import hostweave as hw
 ROOT = Path(__file__).parents[1]
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
+def test_names_of_test_files_are_unique() -> None:
     """Base names of test files are unique, because pytest imports them by their base names."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)

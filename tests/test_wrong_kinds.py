@@ -113,7 +113,9 @@ def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[s
         yield f"{wrong.name}={value!r}", args, named
 
 
-def test_it_is_taken_or_refused(doors: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_accepted_or_refused(
+    doors: dict[str, Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     raised = []
     for name, function in doors.items():

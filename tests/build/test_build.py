@@ -372,7 +372,7 @@ def test_a_broken_module(empty_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", ["hostweave_program.so", "module.cpp.o"])
-def test_what_was_cut_short_is_built_again(cut: str, empty_cache: Path) -> None:
+def test_a_truncated_file_is_built_again(cut: str, empty_cache: Path) -> None:
     folder = hw.compile(doubled).folder
     (path,) = empty_cache.rglob(cut)
     whole = path.stat().st_size

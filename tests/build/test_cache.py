@@ -160,7 +160,7 @@ def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: py
     assert cache.stamp_of.__wrapped__(tmp_path) == cache.stamp_of.__wrapped__(tmp_path)
 
 
-def test_what_was_used_before_the_clock_was_set_back_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_with_future_times_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hours in (("later", 24), ("soon", 0.1), ("earlier", -24)):
         used = time.time() + 3600 * hours
         os.utime(cache.get_or_make(name, make_text(name * 1000)) / cache._SUMS, (used, used))
@@ -317,7 +317,7 @@ def test_names_are_cut_and_differ() -> None:
 # --- size
 
 
-def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = {"a": 5, "objects/b": 4, "c": 3, "objects/d": 2}
     for name in hours:
         cache.get_or_make(name, make_text("x" * 100))
@@ -392,7 +392,7 @@ def test_links_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             cache.get_or_make("a", make_text("a"))
 
 
-def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
+def test_the_checked_file_is_loaded(tmp_path: Path) -> None:
     """If another file replaces the module after it was checked, that file is not loaded."""
     library = cache.get_or_make("a", make_text("ours")) / "text"
     seen = set()

@@ -161,7 +161,7 @@ def test_check(case: str) -> None:
     assert message in fault(body)
 
 
-def test_what_a_peer_still_reads_is_in_use() -> None:
+def test_memory_that_a_peer_reads_is_in_use() -> None:
     body = f"""\
   %w = allocate_window f32[M/2, 4]
   copy %x -> %w

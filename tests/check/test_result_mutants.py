@@ -61,7 +61,7 @@ def test_mutants_of_training_programs_are_caught() -> None:
     assert missed == []
 
 
-def test_blocks_of_squares_are_told_from_their_transposes() -> None:
+def test_blocks_of_squares_differ_from_their_transposes() -> None:
     """The check must distinguish packing from its inverse, even if a matrix is square and each block is one row or column."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)

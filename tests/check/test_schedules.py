@@ -159,7 +159,7 @@ def is_right(host: HostProgram, inputs: Inputs, want: list[dict[str, Array]], se
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_passes_is_right_in_every_schedule(name: str) -> None:
+def test_accepted_mutants_are_correct_in_every_schedule(name: str) -> None:
     host = program(name, 3)
     inputs, passed = arguments(host), 0
     for mutant in (host, *mutants(host)):

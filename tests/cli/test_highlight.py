@@ -65,7 +65,7 @@ def test_how_an_error_is_shown() -> None:
     assert ERROR in highlight("$", ir_lexer(), TerminalFormatter())
 
 
-def test_what_neither_ir_has_is_an_error() -> None:
+def test_characters_of_neither_ir_are_errors() -> None:
     assert errors("  %y = $reshape ~%x") == ["$", "~"]
 
 

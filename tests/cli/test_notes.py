@@ -61,13 +61,13 @@ def test_a_gather_and_a_pack() -> None:
     )
 
 
-def test_what_is_stated_is_not_noted() -> None:
+def test_requested_gathers_have_no_note() -> None:
     assert [note.partition(" is ")[2].partition(" ")[0] for note in notes_of(stated, **AT)] == ["copied"]
     assert not notes_of(outermost, **AT)
     assert not notes_of(streamed)
 
 
-def test_what_is_small_is_not_noted() -> None:
+def test_small_gathers_have_no_note() -> None:
     assert not notes_of(gathered, B=8, S=64, E=4, N=64 * 64)
 
 

@@ -16,7 +16,7 @@
 | channels are made at every call, or never freed | test_init: test_channels_are_made_once_and_freed |
 | a channel is on the current device, or the index of the device is used as rank | test_processes; test_providers |
 | a collective inside a condition on the rank compiles, and hangs | test_host_verify (`if`, loops) |
-| an unused communication is not removed, or is removed only on some ranks | test_what_nobody_needs, test_decompose_reshards |
+| an unused communication is not removed, or is removed only on some ranks | test_unused_communication_is_removed, test_decompose_reshards |
 | communications of two channels have different orders on different ranks | test_serialize_channels, test_check |
 | a later call overtakes an earlier one | test_numerics (calls in flight), test_mutations |
 | communication cannot be in place; an all_reduce copies its operand first | test_in_place; tests/golden (matmul_ar_unstreamed) |
@@ -167,7 +167,7 @@ def test_signs(ranks: int, target: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_nobody_needs(streamed: bool) -> None:
+def test_unused_communication_is_removed(streamed: bool) -> None:
     """An unused communication is removed, with its channel and memory. This holds for all ranks, because they run one program."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "K@tp"])

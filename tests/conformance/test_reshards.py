@@ -161,7 +161,7 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
-def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
+def test_uneven_sizes_need_no_second_communication(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
     """The program has only one communication for a value, which handles even and uneven sizes."""
     host = lowered(of, mesh)
     assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
@@ -169,6 +169,6 @@ def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh
     assert set(moved.values()) <= {1}
 
 
-def test_what_may_be_uneven() -> None:
+def test_sizes_that_may_be_uneven() -> None:
     assert lowered(reshards, Mesh(x=4)).uneven == ("A", "B", "C")
     assert lowered(reductions, Mesh(x=4)).uneven == ("A", "C")

@@ -220,7 +220,7 @@ def for_cuda() -> tuple[str, ...]:
     return "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"
 
 
-def test_what_is_configured_without_settings(tmp_path: Path) -> None:
+def test_default_cmake_settings(tmp_path: Path) -> None:
     """An unknown target is an error, and the default build type is optimised."""
     hw.compile(FUSIONS["matmul_rs_flat"]).export(tmp_path)
     result = run(tmp_path, "cmake", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")

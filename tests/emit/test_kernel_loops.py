@@ -86,7 +86,7 @@ def test_indices_that_are_divided_have_32_bits_where_these_hold_them(rows: Any, 
     assert [f"{condition}: {way}" if condition else way for condition, way in found] == ways
 
 
-def test_what_a_column_broadcasts_is_read_once() -> None:
+def test_a_broadcast_column_is_read_once() -> None:
     text = kernels(added, a=hw.f32["M", 64], b=hw.f32["M", 1])
     assert text.index("= b[i];") < text.index("for (int e = 0")
     assert "if (hw::aligned(a, y)) {" in text
@@ -170,7 +170,7 @@ def test_a_warp_has_several_short_rows(length: int, dtype: Any, threads: int) ->
     assert f"hw::grid_of_elements({threads} * M)" in program.sources["program.cpp"]
 
 
-def test_what_only_a_first_walk_needs_is_not_held() -> None:
+def test_operands_of_only_the_first_loop_are_not_in_registers() -> None:
     text = kernels(lambda x, r: x / hw.sum(x * r, 1, keepdims=True), x=hw.bf16["M", 4096], r=hw.bf16["M", 4096])
     assert re.findall(r"auto (\w+) = row\.load\(", text) == ["x_ij"]
 

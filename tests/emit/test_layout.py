@@ -43,7 +43,7 @@ def test_a_call_that_fits_on_a_line_of_its_own_goes_there() -> None:
     assert format_cpp(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
 
 
-def test_what_has_no_commas_goes_behind_its_equals_sign() -> None:
+def test_an_expression_without_commas_is_broken_after_the_equals_sign() -> None:
     value = " + ".join(f"term_{i} * (size_{i})" for i in range(6))
     assert format_cpp(f"const auto x = load({value});\n").splitlines() == ["const auto x =", f"    load({value});"]
     assert format_cpp(f"add({'a' * COLUMNS});\n") == f"add({'a' * COLUMNS});\n"

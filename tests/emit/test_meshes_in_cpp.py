@@ -26,7 +26,7 @@ LINE, GRID = Mesh(x=8), Mesh(dp=2, tp=4)
         (LINE.ranks(range(8), a=4, b=2), "ranks_0_to_7", "true"),
     ],
 )
-def test_who_is_in_a_mesh(mesh: Mesh, name: str, is_in: str) -> None:
+def test_membership_conditions_of_meshes(mesh: Mesh, name: str, is_in: str) -> None:
     assert (mesh.label, membership(mesh, 8)) == (name, is_in)
 
 

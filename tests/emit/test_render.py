@@ -39,7 +39,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
     assert method_of(kind) is not Emitter.lay_out or all(kind.__name__ in _macros(file) for file in files)
 
 
-def test_what_only_members_are_called_is_not_declared() -> None:
+def test_a_member_call_declares_no_variable() -> None:
     """A call of a member function such as `channel_d_.rank()` does not cause a variable `rank` to be declared."""
     body = "  gather %x -> %y to 0 on d\n}\n"
     block = f"function @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
@@ -75,7 +75,7 @@ def test_the_host_ir_is_a_file_of_its_own() -> None:
         ),
     ],
 )
-def test_what_has_no_cpp_is_an_error(text: str, message: str) -> None:
+def test_an_op_without_cpp_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ProgramError) as error:
         render(host_text.parse(text))
     assert str(error.value) == message

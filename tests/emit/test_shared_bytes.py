@@ -42,7 +42,7 @@ def in_use(plan: str) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("make", PROGRAMS)
-def test_what_may_share_bytes_is_never_in_use_at_once(make: Callable[[int, DType], Fusion]) -> None:
+def test_buffers_that_share_bytes_have_disjoint_live_ranges(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
     assert shared or make.__name__ == "attention"  # attention is a single call

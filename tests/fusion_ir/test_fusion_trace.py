@@ -118,7 +118,7 @@ def test_names_that_are_taken() -> None:
     ]
 
 
-def test_what_leads_to_no_result_is_left_out() -> None:
+def test_unused_ops_are_removed() -> None:
     assert ops(trace("hw.exp(x)\nreturn -x", x=X)) == ["%y: bf16[M, K] = negative(%x)", "return %y"]
 
 

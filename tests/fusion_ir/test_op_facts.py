@@ -156,7 +156,7 @@ def expect_linear(case: Case, fact: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["maximum", "abs", "reciprocal", "exp", "pad", "relu"])
-def test_what_is_not_linear_is_seen(kind: str) -> None:
+def test_nonlinear_ops_are_detected(kind: str) -> None:
     with pytest.raises(AssertionError):
         expect_linear(of_kind(kind), "first")
 

@@ -102,7 +102,7 @@ def test_calls_that_repeat_are_one(backward: bool) -> None:
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_0"]), 1),
     ],
 )
-def test_what_repeats(function: Any, repeats: int) -> None:
+def test_number_of_repeats(function: Any, repeats: int) -> None:
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.clip(x * w, -1, 1)

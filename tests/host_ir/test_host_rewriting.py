@@ -72,5 +72,5 @@ def test_a_rule_that_gives_what_compares_equal() -> None:
     assert {i.location for i in tree.walk(moved)} == {place}
 
 
-def test_what_no_rule_changes_is_the_same_body() -> None:
+def test_a_rewrite_without_changes_returns_the_same_body() -> None:
     assert tree.rewrite(PROGRAM.body, lambda i: None) is PROGRAM.body

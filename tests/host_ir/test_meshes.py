@@ -190,7 +190,7 @@ def test_the_verifier_looks_at_meshes() -> None:
     assert str(caught.value) == f"text:2: negative: {why}; correct its type"
 
 
-def test_what_some_ranks_hold_of_a_dim() -> None:
+def test_local_sizes_on_meshes_of_some_ranks() -> None:
     """The text of a local size includes its mesh, and can be parsed."""
     lines = {
         "local(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),

@@ -63,7 +63,7 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
     ]
 
 
-def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
+def test_a_reshard_of_a_result_with_a_stream_becomes_a_copy() -> None:
     """A reshard to the same sharding may have a stream and a name. The call gets the name, and a copy gets the stream, because a call
     cannot have a stream."""
     text = """\
@@ -206,7 +206,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
     assert host.index("join ring") < host.index("call @layer %z -> %a")
 
 
-def test_channels_take_turns_in_each_body() -> None:
+def test_channels_are_ordered_in_each_body() -> None:
     """Channels are ordered in each body separately, because a body can use only sizes of its parameters."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
@@ -364,7 +364,7 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
     assert body_of(stages(text)["lower_to_host"], "host") == ["%x_3 = select %x[0: 3]", "call @layer %x_3 -> %y"]
 
 
-def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
+def test_asynchronous_communication_ends_before_a_block_that_communicates() -> None:
     """An asynchronous communication ends before a block that communicates, so that all ranks have the same order. The communication
     overlaps with a block that does not communicate."""
     text = """\

@@ -71,7 +71,7 @@ def test_random_routings(seeds: range) -> None:
 
 
 @pytest.mark.filterwarnings(*IGNORED)
-def test_they_have_every_instruction_and_algorithm() -> None:
+def test_random_programs_have_every_instruction_and_algorithm() -> None:
     """The random programs contain every instruction and algorithm, so that a defect in any of them is found."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     missing: set[str | None] = {None, *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}

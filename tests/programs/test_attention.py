@@ -230,7 +230,7 @@ def test_the_instruction_takes_f32() -> None:
 
 
 @pytest.mark.extra("torch")
-def test_what_has_no_kernel_is_composed() -> None:
+def test_attention_without_a_kernel_is_composed() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), q=hw.f64["B@x", 4, 6, 12], k=hw.f64["B@x", 2, 8, 12], w=hw.bf16[2, 2, 3, 4, 8], h=hw.bf16[2, 3, 4, 20])
     def composed(q, k, w, h):  # type: ignore[no-untyped-def]
         alike = hw.scaled_dot_product_attention(w, w, w), hw.scaled_dot_product_attention(h, h, h, is_causal=True)

@@ -175,7 +175,7 @@ def test_each_rank_has_as_much_to_do(ranks: int) -> None:
         ("axis=1, halves=0", "axis=0, halves=1"),  # wrong piece of the keys
     ],
 )
-def test_what_says_where_rows_are(fact: str, other: str) -> None:
+def test_positions_of_rows_in_the_program(fact: str, other: str) -> None:
     fusion = causal("zigzag(cp)", 2, "16")
     text = str(lower(fusion, hw.Options()))
     assert fact in text
@@ -186,7 +186,7 @@ def test_what_says_where_rows_are(fact: str, other: str) -> None:
         expect(fusion, arrays, [tuple(rank.values()) for rank in wrong])
 
 
-def test_what_is_refused() -> None:
+def test_arguments_that_zigzag_does_not_support() -> None:
     spec = hw.bf16["B", 4, "S@zigzag(cp)", 64]
     mesh = hw.Mesh(cp=2)
 

@@ -275,7 +275,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
+def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> None:
     """Each call gives one output of the program, in the memory of a donated input. Some results are in the memory of inputs. The program
     has one output before these outputs, and one after them. One of the results has a second consumer."""
 
@@ -335,7 +335,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
-def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...]) -> None:
+def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
     """The weights of calls are consecutive inputs, or other inputs of the program are before, after or between them."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
@@ -361,7 +361,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
     expect(scaled, arrays, program.run(**arrays, ranks=True))
 
 
-def test_each_array_has_a_name_of_its_own() -> None:
+def test_names_of_arrays_are_unique() -> None:
     """Arrays of structs have unique names: that of the function that reads them, with a number if it reads several."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))

@@ -95,7 +95,7 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
         ),
     ],
 )
-def test_what_cannot_be(make: Callable[[hw.Tensor], hw.Tensor], message: str) -> None:
+def test_impossible_permutations(make: Callable[[hw.Tensor], hw.Tensor], message: str) -> None:
     with pytest.raises(ProgramError) as caught:
 
         @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 8])

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[hw.Tensor], Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_it_computes(case: str) -> None:
+def test_values_of_constants(case: str) -> None:
     function, wanted = CASES[case]
     made = computed(function)
     for got, want in zip(*((made, wanted) if isinstance(made, tuple) else ((made,), (wanted,))), strict=True):
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_constants_that_are_refused(case: str) -> None:
     function, message = REFUSED[case]
     with pytest.raises(ProgramError) as caught:
         computed(function)

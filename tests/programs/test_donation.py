@@ -112,7 +112,7 @@ def wanted(v: Arrays) -> list[Array]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_of_a_batch_has_a_place_of_its_own(ranks: int) -> None:
+def test_each_sequence_has_a_separate_position(ranks: int) -> None:
     """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only the new elements of the cache are
     written."""
     B, S = 2 * ranks, 7
@@ -150,7 +150,7 @@ def copied(v: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_donated_inputs_hold_the_results(ranks: int) -> None:
+def test_results_are_in_donated_inputs(ranks: int) -> None:
     """Results are in donated global arrays, in donated local arrays without a copy, and in the interpreter and the reference."""
     compiled = program(ranks)
     text = compiled.host_ir

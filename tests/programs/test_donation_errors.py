@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_donated(name: str) -> None:
+def test_inputs_that_cannot_be_donated(name: str) -> None:
     donate, function, message = REFUSED[name]
 
     def both(x, y):  # type: ignore[no-untyped-def]
@@ -156,7 +156,7 @@ def test_what_cannot_be_donated(name: str) -> None:
     assert "test_donation_errors.py" in str(caught.value)
 
 
-def test_what_a_function_cannot_update() -> None:
+def test_parameters_that_a_function_cannot_update() -> None:
     @hw.block(donate=("x",), x=X)
     def summed(x):  # type: ignore[no-untyped-def]
         return hw.sum(x, axis=0)

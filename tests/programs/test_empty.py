@@ -21,7 +21,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value", "ignore:Degrees of freedom")
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
-def test_those_that_have_a_value(axis: int | tuple[int, int], target: str) -> None:
+def test_reductions_with_a_value_for_no_elements(axis: int | tuple[int, int], target: str) -> None:
     functions = ("sum", "prod", "mean", "var")
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: tuple(getattr(hw, name)(x, axis) for name in functions)), target)
     for shape in ((0, 3), (3, 0), (0, 0), (2, 3)):
@@ -32,7 +32,7 @@ def test_those_that_have_a_value(axis: int | tuple[int, int], target: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "argmax"])
-def test_those_that_have_none(kind: str, target: str) -> None:
+def test_reductions_without_a_value_for_no_elements(kind: str, target: str) -> None:
     reduce = getattr(hw, kind)
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: (hw.exp(x), reduce(x, 1))), target)
     with pytest.raises(ArgumentError, match=rf"N = 0: there is no {kind} of no elements; pass at least 1"):
@@ -43,7 +43,7 @@ def test_those_that_have_none(kind: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "argmax"])
-def test_those_that_have_none_of_a_known_size(kind: str) -> None:
+def test_reductions_without_a_value_for_a_known_size_0(kind: str) -> None:
     text = f"fusion @f(%x: i64[4, 0]) {{\n  %y: i64[4] = {kind}(%x, axis=(1,))\n  return %y\n}}\n"
     message = rf"text:2: {kind}: i64\[4, 0\] has no elements along axis=\(1,\), so it has no {kind}; reduce a dim with elements"
     with pytest.raises(ProgramError, match=message):

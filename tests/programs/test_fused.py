@@ -207,7 +207,7 @@ def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 
 
-def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
+def test_results_of_heads_are_written_in_the_layout_of_the_next_matmul() -> None:
     """The matmul with the values writes the result in the layout that the output projection reads."""
 
     @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])

@@ -136,7 +136,7 @@ def test_groups_that_overlap(ends: list[int]) -> None:
         interpret(lower(program("replicated", 1), Options()), arrays(ends))
 
 
-def test_what_does_not_fit() -> None:
+def test_operands_with_wrong_shapes_or_dtypes() -> None:
     def fails(message: str, **types: Any) -> None:
         usual = {"x": hw.f32["T", "K"], "w": hw.f32["E", "K", "N"], "ends": hw.i32["E"]}
         with pytest.raises(ProgramError, match=message):

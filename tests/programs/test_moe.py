@@ -153,7 +153,7 @@ def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity
     expect(interpret(host, {"x": x, "ids": ids, "weights": weights}), host, (wanted, np.cumsum(counts.reshape(ranks, -1), 1)))
 
 
-def test_what_does_not_fit() -> None:
+def test_arguments_of_routing_that_are_wrong() -> None:
     def fails(message: str, experts: int = 4, axes: str = "ep", ids: Any = hw.i32["T@ep", 2]) -> None:
         with pytest.raises(ProgramError, match=message):
             hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes=axes).ends)

@@ -94,7 +94,7 @@ def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 
-def test_blocks_that_are_scattered_leave_one_by_one() -> None:
+def test_blocks_are_sent_one_after_another() -> None:
     """Matmuls before a reduce-scatter are on one stream, because concurrent matmuls would end together, and the first block would be sent
     late."""
     host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
@@ -155,7 +155,7 @@ def test_reference() -> None:
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])
 
 
-def test_ranks_that_make_calls_of_their_own() -> None:
+def test_a_call_that_fails_on_one_rank() -> None:
     """Ranks register memory collectively when the memory grows. If a call fails on one rank, the other ranks do not wait for it."""
     fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
     program, provider = compiled(fusion), hw.Threads(3)

@@ -242,7 +242,7 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
     assert error in on_ranks(call)[rank]
 
 
-def test_sizes_that_the_own_arrays_do_not_tell() -> None:
+def test_sizes_that_local_arrays_do_not_determine() -> None:
     """A rank that is a process knows only the sizes of its arguments, so the caller must state the others."""
     host = lowered(FUSION)
     target = find_target("cpu")

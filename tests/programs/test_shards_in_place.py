@@ -99,7 +99,7 @@ def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: 
             hw.compile(fusion, options=replace(options, sizes={**SIZES, **sizes}))
 
 
-def test_what_is_said_of_it() -> None:
+def test_explain_names_the_choice() -> None:
     said = hw.compile(layers_of(2, is_turned=True), options=options_of(2, "auto")).explain()
     assert "overlapped with other ops on a separate stream by put, peer, and multiplied shard by shard, predicted" in said
     said = hw.compile(layers_of(2, is_turned=True), options=options_of(2, "two_sided")).explain()

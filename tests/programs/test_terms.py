@@ -95,7 +95,7 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
     return reduced
 
 
-def test_what_is_left_to_the_library() -> None:
+def test_all_reduces_by_nccl() -> None:
     """NCCL is used for sums that may be large, for other reductions, if other communication overlaps, for too many ranks, and on
     request."""
     assert launches(lowered(reduced()))
@@ -227,7 +227,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("second", KERNELS)
-def test_kernels_that_exchange_take_turns(second: str) -> None:
+def test_kernels_with_exchanges_are_ordered(second: str) -> None:
     """Exchanges must be ordered with each other, and with NCCL's collectives on the same channel, because NCCL orders only its
     collectives."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")

@@ -32,7 +32,7 @@ def op() -> Any:
     return hostweave.torch.as_torch_op(hw.compile(mlp, target="cpu"), "hostweave_tests::mlp")
 
 
-def test_it_is_called_and_compiled_and_exported(op: Any) -> None:
+def test_an_op_is_called_and_compiled_and_exported(op: Any) -> None:
     def function(x: Any) -> Any:
         y, total = op(x.relu(), W, V)
         return y * 2, total

@@ -174,7 +174,7 @@ def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
     assert all("bf16[" in line for line in matmuls)
 
 
-def test_what_fully_shard_says_and_is_not_compiled(mesh: Any) -> None:
+def test_settings_of_fully_shard_that_are_refused(mesh: Any) -> None:
     module, inputs = prepared(mesh), (torch.randn(3, 8), torch.randn(8))
     with pytest.raises(ProgramError, match=r"fully_shard has a mesh of dims \('dp',\); name them like the axes of mesh\(tp=2\)"):
         hostweave.torch.compile(module, hw.Mesh(tp=2), example_inputs=inputs)

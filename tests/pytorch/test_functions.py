@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(function: Callable[[Any, Any], Any], message: str) -> None:
+def test_functions_that_are_refused(function: Callable[[Any, Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message) as caught:
         fused(function)
     assert str(caught.value).startswith(Path(__file__).name), caught.value

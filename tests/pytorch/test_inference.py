@@ -154,7 +154,7 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["mean", "scale"])
-def test_what_is_computed_of_buffers_alone_is_not_stale(name: str, training: bool) -> None:
+def test_values_computed_from_buffers_are_not_stale(name: str, training: bool) -> None:
     module, x = Centred().train(training), torch.ones(2, 8)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x,), training=training)
     changed = re.escape(f"Centred: {name} has changed, but the program holds values that were computed from it at compile; compile it")
@@ -284,7 +284,7 @@ def test_calls_are_captured(plan: str) -> None:
 
 
 @pytest.mark.gpu
-def test_what_was_written_is_copied_on_the_stream_of_the_launch() -> None:
+def test_a_written_weight_is_copied_on_the_stream_of_the_launch() -> None:
     """A transposed weight is written and copied on a second stream, while the first stream is still busy."""
     group = hw.init()
     module = nn.Linear(64, 64, bias=False, device="cuda").eval()

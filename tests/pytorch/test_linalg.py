@@ -92,7 +92,7 @@ def test_large_triangles_are_inverted_by_blocks(upper: bool) -> None:
     torch.testing.assert_close(made, torch.linalg.solve_triangular(a, b, **given), rtol=1e-9, atol=1e-9)
 
 
-def test_which_step_fails() -> None:
+def test_index_of_the_failing_step() -> None:
     a = torch.eye(4).double()
     a[2, 2] = 0
     for op in (aten.linalg_lu_factor_ex.default, aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default):

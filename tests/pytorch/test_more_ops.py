@@ -288,7 +288,7 @@ def hooked(y: torch.Tensor) -> torch.Tensor:
     ],
     ids=["hook", "detached", "random", "mask", "split", "scan"],
 )
-def test_what_has_other_gradients(function: Callable[[Any], Any], message: str) -> None:
+def test_ops_whose_gradients_would_differ(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         hostweave.torch.compile(Then(function), hw.Mesh(tp=1), {}, (torch.ones(ROWS, DIM),), training=True)
 

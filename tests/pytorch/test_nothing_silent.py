@@ -159,7 +159,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_what_stands_in_for_a_layer_is_watched_too() -> None:
+def test_changes_of_layers_that_were_not_traced_are_detected() -> None:
     module = Layers().eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
     assert model.traced["layers.2"] == "as layers.0"
@@ -170,7 +170,7 @@ def test_what_stands_in_for_a_layer_is_watched_too() -> None:
             model(X)
 
 
-def test_that_costs_a_call_little() -> None:
+def test_the_comparison_takes_less_than_5_microseconds() -> None:
     model = hostweave.torch.compile(Layers().eval(), hw.Mesh(tp=1), {}, (X,))
     assert min(timeit.repeat(model._state.changed, number=1000, repeat=5)) < 5e-3
 

@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(make: Make, message: str) -> None:
+def test_optimizers_that_are_refused(make: Make, message: str) -> None:
     module = Mlp()
     with pytest.raises(ProgramError, match=message):
         compiled(module, make(list(module.parameters())))
@@ -276,7 +276,7 @@ def test_options_of_a_step() -> None:
         compiled(module, optimizer)
 
 
-def test_what_changes_after_compile() -> None:
+def test_changes_of_the_optimizer_after_compile() -> None:
     module = Mlp()
     optimizer = torch.optim.Adam(module.parameters())
     step, x = compiled(module, optimizer), torch.randn(4, 8)

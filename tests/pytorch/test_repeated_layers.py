@@ -76,7 +76,7 @@ def test_layers_that_compute_the_same_are_traced_once() -> None:
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 
-def test_what_a_layer_reads_of_itself_is_compared() -> None:
+def test_attributes_that_a_layer_reads_are_compared() -> None:
     expect(of(2.0, 3.0, 2.0, 3.0), "", "its scale differs from layers.0", "0", "1")
 
 
@@ -157,7 +157,7 @@ def test_results_of_several_kinds_and_writes_within_a_layer() -> None:
     expect(of(2.0, 2.0, kind=Nested), "", "0")
 
 
-def test_what_is_seen_outside_of_a_layer_has_all_traced() -> None:
+def test_writes_outside_of_a_layer_make_all_layers_traced() -> None:
     def kept(layer: nn.Module, n: int, x: torch.Tensor) -> torch.Tensor:
         x = x * 1.0
         layer(x)
@@ -336,7 +336,7 @@ def test_layers_that_use_more_of_a_cache_are_apart() -> None:
     expect(broadcast, "", "its arguments differ", "1")
 
 
-def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:
+def test_untraced_layers_call_the_function_with_their_parameters() -> None:
     """Layers that were not traced call the function of an equal layer with their own parameters. `traced` reports them, also with dynamic
     sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
@@ -351,7 +351,7 @@ def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_para
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_it_is_the_module_again_after_compile(training: bool) -> None:
+def test_the_module_is_unchanged_after_compile(training: bool) -> None:
     module = of(2.0, 2.0).train(training)
     classes, held = [type(part) for part in module.modules()], [dict(vars(part)) for part in module.modules()]
     exported(module, (X,), {}, training=training)

@@ -227,7 +227,7 @@ class GatedTwice(nn.Module):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
+def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
     """Arguments of layers are values of the program, not of other layers. Values are resharded if their shardings differ."""
     torch.manual_seed(3)
     module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]

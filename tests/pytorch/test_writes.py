@@ -103,7 +103,7 @@ def test_as_torch(name: str, ranks: int) -> None:
         assert ("2@tp" in model.program.fusion_ir) == (ranks > 1)
 
 
-def test_what_is_returned_is_the_argument() -> None:
+def test_a_returned_argument_keeps_its_memory() -> None:
     model = hostweave.torch.compile(Constants(), hw.Mesh(tp=1), {}, (torch.ones(4), torch.ones(4)))
     x, y = torch.ones(4), torch.ones(4)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_a_buffer_that_each_rank_has_whole_is_not_written_in_part() -> None:
     threads.run(rank_main)
 
 
-def test_it_is_a_module() -> None:
+def test_a_compiled_module_is_a_module() -> None:
     module = Cache()
     model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (torch.ones(1, 2, 8), torch.zeros(1, 2, 9, 4), torch.tensor(0)))
     assert isinstance(model, nn.Module)

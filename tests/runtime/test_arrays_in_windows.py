@@ -240,7 +240,7 @@ def test_ranks_that_disagree() -> None:
     assert "rank 1 and rank 0 pass arrays from different calls of group.empty; pass those of the same call, with equal offsets" in told
 
 
-def test_what_was_compiled_for_windows_gets_them() -> None:
+def test_a_program_for_windows_refuses_other_arrays() -> None:
     fusion = shared(2)[0]
     program = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "h")))
     plain = [np.zeros((size // 2, K), "f4") for size in (M, K, K)]

@@ -108,7 +108,7 @@ def test_mistakes(mistake: str) -> None:
         make(PROGRAMS[2])
 
 
-def test_what_only_a_rank_can_tell() -> None:
+def test_a_wrong_block_on_one_rank() -> None:
     """If the block of one rank is wrong, all ranks raise an error. The next call works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
 

@@ -221,7 +221,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
-def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
+def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
     """The report has the right number of the unfinished call, for any number of finished calls before it that were not polled."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 

@@ -218,7 +218,7 @@ def test_notes() -> None:
     assert from_json(to_json([position])) == [position]
 
 
-def test_who_has_come_to_a_collective() -> None:
+def test_ranks_that_have_reached_a_collective() -> None:
     waits = {
         "name": "comm[0]",
         "done": "",

@@ -185,7 +185,7 @@ def test_init_again() -> None:
     assert provider.run(rank) == [None] * 2
 
 
-def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing a program waits for no other rank: a rank garbage-collects programs of other ranks while its group waits for it to create
     channels."""
     one = hw.init(Here(), "one")

@@ -46,7 +46,7 @@ def group() -> Iterator[hw.Group]:
 
 
 @pytest.mark.usefixtures("group")
-def test_it_is_part_of_a_jitted_function() -> None:
+def test_a_program_in_a_jitted_function() -> None:
     mlp = MLP.as_jax_ffi()
 
     @jax.jit
@@ -164,7 +164,7 @@ def test_a_run_is_no_function_of_jax() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_fails_at_a_call_is_raised_with_its_message() -> None:
+def test_errors_of_a_call_have_their_message() -> None:
     program = hw.compile(mlp_on(1))
     function = jax.jit(program.as_jax_ffi())
     function(X, W, V)

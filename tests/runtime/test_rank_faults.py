@@ -465,7 +465,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
     assert f"hostweave: {expected}\n" in capsys.readouterr().err
 
 
-def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
+def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
     """A rank sends its message before it aborts its channels. The abort of NCCL may block until the other ranks abort their channels, and
     they do so only after the message."""
 
@@ -577,7 +577,7 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
     assert provider.run(rank)[0] < 6
 
 
-def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
+def test_ranks_learn_of_a_failure_after_all_channels_are_aborted() -> None:
     """Ranks are informed of a failure only after all channels are aborted. Before, aborted work may occupy the devices, and a new group
     would fail."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()

@@ -65,7 +65,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
     assert len(checks) == 5
 
 
-def test_what_changes_in_an_array_is_seen(checks: list[str]) -> None:
+def test_changes_of_an_array_are_detected(checks: list[str]) -> None:
     x, kept, w = arrays()
     model = PROGRAM.bind(w=w)
 
@@ -89,7 +89,7 @@ def test_what_changes_in_an_array_is_seen(checks: list[str]) -> None:
         model(x, kept, w)
 
 
-def test_what_changes_in_an_array_of_numpy_is_seen(checks: list[str]) -> None:
+def test_changes_of_a_numpy_array_are_detected(checks: list[str]) -> None:
     x, kept, w = (array.numpy().copy() for array in arrays())
     PROGRAM(x, kept, w)
     kept.flags.writeable = False

@@ -242,7 +242,7 @@ def test_properties() -> None:
     assert str(error.value) == "ag_matmul: no target 'tpu'; the targets are cpu and cuda"
 
 
-def test_what_compile_and_measure_take() -> None:
+def test_wrong_arguments_of_compile_and_measure() -> None:
     for given, options, message in (
         (None, None, "compile: None is neither a fusion nor a host program; mark a function with @hw.fusion(...)"),
         (ag_matmul, {"streams": 2}, "ag_matmul: options must be hw.Options, got dict; write hw.Options(streams=4)"),

@@ -115,7 +115,7 @@ def test_a_full_disk(kilobytes: int, small_disk: Path, monkeypatch: pytest.Monke
         ("kill -9 $$", MEMORY),
     ],
 )
-def test_what_compilers_say(said: str, remedy: str, tmp_path: Path) -> None:
+def test_messages_of_compilers(said: str, remedy: str, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=rf"^the compiler failed: .*; .*{remedy}"):
         run_together([["/bin/sh", "-c", said]], tmp_path)
 

@@ -122,7 +122,7 @@ def test_threads_wait_side_by_side(store: Store) -> None:
     assert in_threads(4, exchange) == [b"\0\1\2\3"] * 4
 
 
-def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
+def test_a_closed_store_has_no_connection(server: TcpServer) -> None:
     """A connection is closed even if a thread is waiting on it."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
@@ -342,7 +342,7 @@ def said_to(server: TcpServer, request: bytes) -> bytes:
         store.close()
 
 
-def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None:
+def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
     """A process that listens on a port of the job receives nothing by which it could authenticate to the job's server."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -132,7 +132,7 @@ def test_sharded_weights_of_two_gpus() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("result", [("M@x", "N"), ("M", "N")])
-def test_what_was_chosen_takes_as_long_as_the_choice_says(ranks: int, result: tuple[str, str]) -> None:
+def test_the_timeline_agrees_with_the_cost_model(ranks: int, result: tuple[str, str]) -> None:
     """The cost model and the timeline agree. The cost model has a formula for one loop, and the timeline simulates all operations."""
     sizes = {"M": 8192, "K": 3584 * ranks, "N": 8192}
     made = hw.compile(product(ranks, result), options=hw.Options(machine=H200, check=False, sizes=sizes))
@@ -195,7 +195,7 @@ def test_names_are_the_users() -> None:
     assert all(event.source.startswith("test_predict.py:") for event in found.events)
 
 
-def test_memory_is_held_from_allocate_to_deallocate() -> None:
+def test_memory_is_in_use_from_allocate_to_deallocate() -> None:
     """x and y have 4 MB each. The memory of a, 4 MB, is needed until b is computed."""
     host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
   %a = allocate f32[M, M]

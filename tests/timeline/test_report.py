@@ -58,7 +58,7 @@ def test_the_page_fetches_nothing_and_has_all_totals(report: Report) -> None:
     assert "matmul y_2_i" in page.text
 
 
-def test_what_the_page_shows_of_names_is_text() -> None:
+def test_names_are_escaped_in_the_page() -> None:
     """Names are escaped in the page, because a file may have any name."""
     import dataclasses
 
@@ -148,7 +148,7 @@ def test_functions_are_rows_of_their_own() -> None:
     assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # each body has separate values
 
 
-def test_what_a_pass_changed() -> None:
+def test_changes_of_a_pass() -> None:
     stages = [("input", "a\nb\n"), ("first", "a\nb\n"), ("second", "a\nc\nd\n")]
     (change,) = changes_of(stages)
     assert (change.name, change.added, change.removed) == ("second", 2, 1)

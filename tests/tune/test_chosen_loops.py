@@ -129,7 +129,7 @@ def test_explain() -> None:
     assert len(lines) == 7
 
 
-def test_explain_says_what_a_faster_way_would_gain() -> None:
+def test_explain_names_the_gain_of_a_faster_alternative() -> None:
     """If another alternative is predicted to be faster, the text has the gain. It also has the reason: the required gain, or a choice of
     the user."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
@@ -242,7 +242,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
+def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     """Gathers that overlap with matmuls use copy engines if sizes are known and even, and if this is predicted to be faster."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)

@@ -30,7 +30,7 @@ def test_a_cut_of_a_whole_dim_and_of_a_part() -> None:
     assert Cut(1, part(range(3))).starts(RankSizes({"M": 10}, WORLD, 2)) == [0, 2]
 
 
-def test_which_blocks_lie_in_order() -> None:
+def test_blocks_that_are_contiguous_in_order() -> None:
     one, whole = Cut(1, Size()), Cut(1, K)
     assert is_in_order((Cut(4, M), whole))
     assert is_in_order((one, Cut(4, M), whole))

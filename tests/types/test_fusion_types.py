@@ -76,7 +76,7 @@ def test_texts_of_no_size(text: str) -> None:
 @pytest.mark.parametrize(
     ("size", "ranks", "uneven"), [("M", 8, True), ("M", 1, False), ("K", 8, False), ("2*M", 8, False), ("10", 4, True), ("8", 4, False)]
 )
-def test_which_sizes_are_uneven(size: str, ranks: int, uneven: bool) -> None:
+def test_uneven_sizes(size: str, ranks: int, uneven: bool) -> None:
     assert Size.of(size).is_uneven(ranks, ("M",)) == uneven
 
 

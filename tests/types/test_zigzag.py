@@ -78,7 +78,7 @@ def test_two_dims() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_stays_or_changes_as_stated(ranks: int) -> None:
+def test_zigzag_is_kept_or_changed_as_stated(ranks: int) -> None:
     @hw.fusion(mesh=hw.Mesh(cp=ranks), x=ROWS, w=hw.f32[3, 5], y=hw.f32["S@cp", 5], z=hw.f32["S", 5], b=hw.f32["S@zigzag(cp)", 2, 5])
     def travels(x, w, y, z, b):  # type: ignore[no-untyped-def]
         h = hw.relu(x @ w)

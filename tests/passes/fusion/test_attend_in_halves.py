@@ -42,7 +42,7 @@ def test_halves() -> None:
         ATTENTION.replace("S@zigzag(x)", "S@x"),
     ],
 )
-def test_what_stays(op: str) -> None:
+def test_ops_that_the_pass_does_not_change(op: str) -> None:
     inputs = ROWS if "zigzag" in op else ROWS.replace("zigzag(x)", "x")
     given = fusion(inputs, op, mesh="x=2")
     assert attend_in_halves(given, Options()) == given

@@ -261,7 +261,7 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
     )
 
 
-def test_what_is_in_no_loop_reads_all_of_a_gather_later() -> None:
+def test_an_op_outside_of_the_loop_reads_the_whole_gathered_value() -> None:
     check(
         choose_overlap,
         "%x: f32[M@x, K], %w: f32[K, K]",

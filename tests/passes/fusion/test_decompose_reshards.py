@@ -214,7 +214,7 @@ def test_costs() -> None:
                     assert best <= cost(source, (first, second)), f"{source} to {target} through {middle}"
 
 
-def test_what_is_reduced_cannot_become_partial() -> None:
+def test_a_reduced_value_cannot_become_partial() -> None:
     source, target = f32["M"], replace(f32["M"], partial=Partial("sum", ("x",)))
     with pytest.raises(ProgramError) as caught:
         plan(source, target, Mesh(x=2), {}, None)

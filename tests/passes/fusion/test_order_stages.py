@@ -101,7 +101,7 @@ def test_results(ranks: int) -> None:
         expect(fusion, arrays, results, exact=True)
 
 
-def test_what_is_left_as_it_is() -> None:
+def test_programs_that_the_pass_does_not_change() -> None:
     """The pass changes nothing if there is only one micro-batch, if ops use `.stream`, or if overlap is off."""
 
     def stage(fusion: hw.Fusion, **options: object) -> tuple[object, object]:

@@ -56,7 +56,7 @@ def test_sends_and_recvs_are_not_taken_from_4_ranks_on(program: tuple[str, str])
             ]
 
 
-def test_what_is_not_chosen() -> None:
+def test_programs_without_a_choice() -> None:
     """There is no choice if a size is unknown, an op before the matmul uses the gathered value, the program has `.stream`, or
     overlap="off". If no number of chunks divides a size, the only choice is "none"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
@@ -136,7 +136,7 @@ def test_sums_of_a_matmul_in_slices() -> None:
     assert taken(program, 2, ways={"@f %y": "all_reduce(4)"}) == ["all_reduce(4)"]
 
 
-def test_what_other_ops_hide_stays_out_of_loops() -> None:
+def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
     """A reduce-scatter that later ops can hide, such as that of a weight's gradient, is not in a loop. Without such ops, the reduce-scatter
     is in a loop."""
     inputs, ops = SCATTER

@@ -17,7 +17,7 @@ STACK = """%a_1: f32[1, M] = expand_dims(%a, axis=(0,))
         """
 
 
-def test_it_is_what_was_stacked() -> None:
+def test_a_slice_of_a_stack_is_the_stacked_value() -> None:
     body = "%c: f32[M] = select(%s, axis=0, index=1)\n%d: f32[M] = select(%s, axis=0, index=0)\n%y: f32[M] = subtract(%c, %d)"
     check(unstack, "%a: f32[M], %b: f32[M]", STACK + body, "%y: f32[M] = subtract(%b, %a)")
 

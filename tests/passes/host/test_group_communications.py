@@ -76,7 +76,7 @@ def test_any_kinds_and_groups_that_are_there() -> None:
     )
 
 
-def test_what_is_computed_between_them_goes_before() -> None:
+def test_ops_between_two_communications_move_before_the_group() -> None:
     assert (
         grouped(
             host(
@@ -116,7 +116,7 @@ def test_what_is_computed_between_them_goes_before() -> None:
         "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # bodies of a condition on the rank
     ],
 )
-def test_what_stays_apart(body: str) -> None:
+def test_communications_that_are_not_grouped(body: str) -> None:
     program = host(body)
     assert group_communications(program, Options()) == program
 
@@ -176,7 +176,7 @@ def test_a_program_with_groups(ranks: int) -> None:
     program.close()
 
 
-def test_what_lays_out_comes_behind() -> None:
+def test_an_unpack_moves_behind_the_next_communication() -> None:
     """An `unpack` of received data moves after the next communication, unless this communication reads or overwrites the unpacked data."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (

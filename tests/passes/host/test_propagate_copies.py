@@ -135,7 +135,7 @@ def test_a_copy_stays_where(case: str) -> None:
     assert propagate_copies(given, Options()) is given
 
 
-def test_a_choice_touches_what_it_chooses_on_each_rank() -> None:
+def test_a_choice_accesses_only_the_selected_buffer() -> None:
     """Writing to one of two buffers during a read of `choose` is a race only on the rank that selects this buffer."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{

@@ -40,7 +40,7 @@ def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: 
     np.testing.assert_allclose(made[1], second, rtol=1e-4)
 
 
-def test_what_all_threads_of_a_reduction_read_is_not_written() -> None:
+def test_an_operand_that_all_threads_read_is_not_overwritten() -> None:
     """Every thread reads the scale, so the sum cannot be written to the memory of the scale. The sum is copied to that memory at the
     end."""
 

@@ -175,7 +175,7 @@ def test_only_what_is_unordered_takes_turns() -> None:
         ),
     ],
 )
-def test_what_is_ordered_stays_as_it_is(program: HostProgram) -> None:
+def test_ordered_communications_are_not_changed(program: HostProgram) -> None:
     check(program)
     assert serialize_channels(program, Options()) is program
 
@@ -341,7 +341,7 @@ def known_of_step_before(program: HostProgram, first: type[tree.Instruction], la
     return found
 
 
-def test_what_goes_ahead_waits_for_no_computation() -> None:
+def test_the_first_communication_does_not_wait_for_computation() -> None:
     assert known_of_step_before(in_turn(steps(STEPS)), ir.AllGather, ir.AllReduce) == ({False}, {False})
 
 
@@ -405,7 +405,7 @@ PING_PONG = """\
 PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[2])"
 
 
-def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
+def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
     """A rank sends data back that it computes from received data. If the next recv were issued first, it would wait for a send that
     follows the current recv."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))

@@ -36,7 +36,7 @@ def sunk(body: str) -> str:
     return str(result).rpartition("\n  }\n")[2].removesuffix("}\n")
 
 
-def test_what_does_not_need_the_loop_goes_before() -> None:
+def test_independent_instructions_move_before_the_join() -> None:
     assert sunk(LOOP + "join ring\n%t = allocate f32[8]\ncopy %v -> %t\n%u = reshape %y to [2, 4]\ncopy %t -> %z") == (
         "  %t = allocate f32[8]\n  copy %v -> %t\n  %u = reshape %y to [2, 4]\n  copy %t -> %z\n  join ring\n"
     )
@@ -64,7 +64,7 @@ def test_two_joins() -> None:
         LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # an allocation takes no time, so moving the wait has no gain
     ],
 )
-def test_what_stays_as_it_is(body: str) -> None:
+def test_programs_that_the_pass_does_not_change(body: str) -> None:
     program = host(body)
     check(program)
     assert sink_waits(program, Options()) == program

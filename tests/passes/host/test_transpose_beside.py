@@ -51,7 +51,7 @@ def test_the_copy_is_made_with_its_operand() -> None:
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_what_stays(case: str) -> None:
+def test_programs_that_the_pass_does_not_change(case: str) -> None:
     given = program(STAYS[case])
     assert transpose_beside(given, Options()) is given
 

@@ -77,7 +77,7 @@ def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
     assert (str(loop.steps), loop.drops_dim) == ("8", False)
 
 
-def test_operands_are_made_in_the_result() -> None:
+def test_operands_are_computed_in_the_result() -> None:
     """If a matmul computes an operand of a concat, all operands are written to slices of the result. Otherwise one kernel computes the
     concat."""
     for first in ("matmul(%x, %x)", "exp(%x)"):
@@ -92,17 +92,17 @@ def test_an_operand_with_another_use_has_its_own_memory() -> None:
     assert list(placement_of(joined).parts) == ["b"]
 
 
-def test_what_a_view_returns_is_written_through_it() -> None:
+def test_a_returned_view_determines_the_layout_of_its_operand() -> None:
     turned = flow("%x: f32[M, N]", "%h: f32[M, N] = negative(%x)\n%y: f32[N, M] = permute_dims(%h, axes=(1, 0))")
     assert {name: op.result.name for name, op in placement_of(turned).inverse_view.items()} == {"h": "y"}
 
 
-def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
+def test_a_value_used_only_in_its_loop_has_memory_for_one_chunk() -> None:
     streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
     assert placement_of(streamed).within_loops == {"h"}
 
 
-def test_what_is_transposed_in_its_loop_lies_whole() -> None:
+def test_a_value_transposed_in_its_loop_has_memory_for_all_chunks() -> None:
     """A value that is transposed in its loop is stored for all chunks, because the transpose is a view of the whole value."""
     ops = """
         %h: f32[M, N] stream(N, 4) = negative(%x)

@@ -78,7 +78,7 @@ def test_a_reduce_ends_on_a_rank_of_the_target_where_it_can() -> None:
     assert (change.kind, change.root) == ("reduce", 2)
 
 
-def test_who_sends_what() -> None:
+def test_routes_of_a_transfer() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
     assert found.share(2) == Fraction(5, 2)
@@ -155,7 +155,7 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
     )
 
 
-def test_what_is_there_is_not_copied() -> None:
+def test_a_replicated_value_is_not_copied_to_a_mesh_of_its_ranks() -> None:
     """If a replicated value moves to a mesh of some of its ranks, nothing is copied. A slice is a view."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
@@ -209,7 +209,7 @@ def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
     assert f"recv_blocks %y in [2 of local(M, x on ranks 2..5), 1 of K] by [{everyone}] on x" in three
 
 
-def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
+def test_a_block_for_several_ranks_is_sent_once() -> None:
     """A rank on both meshes copies locally. If the number of ranks that have a block equals the number of ranks that need it, each source
     sends the block once."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
