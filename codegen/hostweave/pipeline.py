@@ -29,6 +29,7 @@ from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.permute_after_resharding import permute_after_resharding
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.fusion.regroup_pointwise import regroup_pointwise
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.fusion.stream_by_cost import stream_by_cost
@@ -74,6 +75,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     unstack,
     decompose_reshards,
     share_equal_ops,
+    regroup_pointwise,
     compose_scaled_matmuls,
     stream_by_cost,
     attend_by_blocks,

@@ -1,0 +1,186 @@
+"""Moves pointwise ops between reshapes to the shape on the other side of the reshapes, so that they fuse with the kernels there.
+
+    %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
+    %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
+    %g: bf16[S, B, N] = tanh(%h_3d)           becomes   %y: bf16[S*B, E] = matmul(%g, %w)
+    %g_2d: bf16[S*B, N] = reshape(%g)
+    %y: bf16[S*B, E] = matmul(%g_2d, %w)
+
+A kernel has one index space, so a reshape that merges or splits dims would end it. Ops of one shape that use each other move together. They
+stay if a kernel reads or computes their values in the present shape, or if a matmul could compute them in its epilogue. Sharded and
+streamed values stay too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.fusion_ir.emitter import OpRewriter
+from hostweave.fusion_ir.index_map import ONE, groups
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import elementwise
+from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
+from hostweave.options import Options
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim
+
+Shape = tuple[Size, ...]
+
+
+def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
+    """Moves one group of ops after another, until none gains a fusion."""
+    while group := next(filter(None, map(_Groups(fusion).moved, fusion.ops)), None):
+        moved = _Moving(fusion, group).rewritten()
+        fusion = replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs))
+    return fusion
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Pointwise ops of one shape, by the names of their results, and their new shape."""
+
+    names: frozenset[str]
+    have: Shape
+    want: Shape
+
+
+class _Groups:
+    def __init__(self, fusion: Fusion):
+        self.fusion, self.made, self.uses, self.types = fusion, fusion.made, consumers(fusion), fusion.types
+        self.seen: set[str] = set()
+
+    def moved(self, op: Op) -> _Group | None:
+        """The group of an op, if it can move and then fuses with more kernels."""
+        if op.result.name in self.seen or not _is_pointwise(op):
+            return None
+        names, have = self.connected(op), op.result.type.shape
+        self.seen |= names
+        for shape in dict.fromkeys(self.shapes_beside(names)):
+            group = _Group(frozenset(names), have, shape)
+            is_merge = any(len(left) != 1 or len(right) != 1 for left, right in groups(have, shape))
+            if is_merge and shape[0] != ONE and self.may_move(group):
+                return group
+        return None
+
+    def shapes_beside(self, names: set[str]) -> Iterator[Shape]:
+        """Shapes in which kernels compute the operands of a group before a reshape, or read its values after one."""
+        for op in (op for op in self.fusion.ops if op.kind == "reshape"):
+            (source,), result = op.tensors, op.result.name
+            if source in names and self.is_read(result):
+                yield op.result.type.shape
+            elif result in self.operands(names) and (made := self.made.get(source)) and _is_kernel(made):
+                yield self.types[source].shape
+
+    def connected(self, op: Op) -> set[str]:
+        """Results of pointwise ops of the same shape that use each other's results, directly or through others."""
+        names, waiting = set[str](), [op]
+        while waiting:
+            one = waiting.pop()
+            if one.result.name not in names and _is_pointwise(one) and one.result.type.shape == op.result.type.shape:
+                names.add(one.result.name)
+                waiting += self.beside(one.result.name)
+        return names
+
+    def beside(self, name: str) -> list[Op]:
+        """Ops that compute the operands of a value, and ops that read the value."""
+        return [
+            *(self.made[operand] for operand in self.made[name].tensors if operand in self.made),
+            *(user for user in self.uses[name] if user),
+        ]
+
+    def operands(self, names: set[str] | frozenset[str]) -> set[str]:
+        """Values that a group reads and does not compute."""
+        return {operand for name in names for operand in self.made[name].tensors} - names
+
+    def is_read(self, name: str) -> bool:
+        """True if a kernel reads a value, or a view of it."""
+        return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
+
+    def may_move(self, group: _Group) -> bool:
+        """True if no other kernel uses the values of a group in their present shape, or computes its operands in it."""
+        for name in self.operands(group.names):
+            op, shape = self.made.get(name), self.types[name].shape
+            new = _regrouped(shape, group)
+            if new is None:
+                return False
+            is_given = new == shape or bool(op and op.kind == "reshape" and self.types[op.tensors[0]].shape == new)
+            while op and OPS[op.kind].is_view:
+                op = self.made.get(op.tensors[0])
+            if not is_given and (self.types[name].axes or (op and (_is_kernel(op) or self.has_epilogue(op, group)))):
+                return False
+        for user in (user for name in group.names for user in self.uses[name] if user and user.result.name not in group.names):
+            is_reshape = user.kind == "reshape" and user.result.type.shape == group.want and user.result.name not in self.fusion.outputs
+            if not is_reshape and (_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name))):
+                return False
+        return True
+
+    def has_epilogue(self, op: Op, group: _Group) -> bool:
+        """True if an op of a group may become the epilogue of a matmul, which has the present shape."""
+        readers = (user for user in self.uses[op.result.name] if user and user.result.name in group.names)
+        return OPS[op.kind].is_product and any(user.kind != "astype" for user in readers)
+
+
+class _Moving(OpRewriter):
+    """Rewrites a fusion so that a group has its new shape."""
+
+    def __init__(self, fusion: Fusion, group: _Group):
+        super().__init__(fusion)
+        self.group, self.made, self.uses = group, fusion.made, consumers(fusion)
+        self.regrouped: dict[str, str] = {}  # value -> the value in the new shape
+
+    def add(self, op: Op) -> None:
+        self.op, name, want = op, op.result.name, self.group.want
+        if op.kind == "reshape" and op.tensors[0] in self.group.names and op.result.type.shape == want:
+            self.regrouped[name] = self.regrouped[op.tensors[0]]
+        elif name not in self.group.names:
+            self.emit(op.renamed({old: new for old, new in self.regrouped.items() if old in self.dropped}))
+        else:
+            operands = {operand: self.operand(operand) for operand in op.tensors}
+            self.regrouped[name] = new = self.names.new(f"{name}_regrouped")
+            type = replace(op.result.type, dims=tuple(map(Dim, want)))
+            self.emit(replace(op.renamed(operands), result=replace(op.result, name=new, type=type)))
+            self.emit(replace(op, kind="reshape", operands=(new,), attributes=()))
+
+    @property
+    def dropped(self) -> set[str]:
+        """Reshapes whose result is the value of an op that has moved."""
+        return self.regrouped.keys() - self.group.names - self.types.keys()
+
+    def operand(self, name: str) -> str:
+        """An operand of an op that moves, in the new shape."""
+        if name not in self.regrouped:
+            op, new = self.made.get(name), _regrouped(self.types[name].shape, self.group)
+            assert new is not None
+            if new == self.types[name].shape:
+                self.regrouped[name] = name
+            elif op and op.kind == "reshape" and self.types[op.tensors[0]].shape == new:
+                self.regrouped[name] = op.tensors[0]
+            else:
+                self.regrouped[name] = self.reshaped(name, 0, len(self.types[name].shape), new, of=name)
+        return self.regrouped[name]
+
+
+def _is_pointwise(op: Op) -> bool:
+    entry, type = OPS[op.kind], op.result.type
+    is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
+    return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
+
+
+def _is_kernel(op: Op) -> bool:
+    entry = OPS[op.kind]
+    return bool(entry.cpp or entry.combine or entry.lane or entry.parts) and not entry.is_view
+
+
+def _regrouped(shape: Shape, group: _Group) -> Shape | None:
+    """The shape that an operand needs after its group has moved. None if the operand is broadcast along a part of a merged dim."""
+    wide = (ONE,) * (len(group.have) - len(shape)) + shape
+    new = [ONE] * len(group.want)
+    for left, right in groups(group.have, group.want):
+        if all(wide[i] == group.have[i] for i in left):
+            for j in right:
+                new[j] = group.want[j]
+        elif any(wide[i] != ONE for i in left):
+            return None
+    while len(new) > len(shape) and new[0] == ONE:
+        new.pop(0)
+    return tuple(new)

@@ -1,0 +1,97 @@
+"""The pass regroup_pointwise: pointwise ops between reshapes fuse with the kernels on the other side of the reshapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from compiled_fusions import random_arrays
+
+import hostweave as hw
+from hostweave.fusion_ir.reference import run_reference
+
+
+def launches(function: Callable[..., Any], **specs: Any) -> int:
+    """Number of launches of a program, whose results are compared with the reference."""
+    fusion = hw.fusion(**specs)(function)
+    program = hw.compile(fusion)
+    arrays = random_arrays(fusion, {}, seed=0)
+    found = program.run(**arrays)
+    for one, right in zip(found if isinstance(found, tuple) else (found,), run_reference(fusion, arrays), strict=True):
+        np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-5)
+    return str(program.host_ir).count("launch ")
+
+
+X, W = hw.f32[12, 8], hw.f32[8, 5]
+
+
+def test_between_reshapes() -> None:
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        h = hw.reshape(x * x + 1.0, 3, 4, 8)
+        g = hw.tanh(h) * h
+        return hw.sum(hw.reshape(g, 12, 8), 1)
+
+    assert launches(f, x=X, w=W) == 1
+
+
+def test_a_value_that_is_returned_or_multiplied_keeps_its_shape() -> None:
+    def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.tanh(hw.reshape(x * x + 1.0, 3, 4, 8))
+        return h, h @ w
+
+    assert launches(f, x=X, w=W) == 1
+
+
+def test_operands_that_are_broadcast() -> None:
+    """A scalar and a vector along a dim that stays need no reshape. An input gets one, which is a view."""
+
+    def f(x: hw.Tensor, v: hw.Tensor, y: hw.Tensor, s: hw.Tensor) -> hw.Tensor:
+        h = hw.reshape(hw.exp(x), 3, 4, 8)
+        return (h + v) * y - s
+
+    sizes: dict[str, Any] = {"x": X, "v": hw.f32[8], "y": hw.f32[3, 4, 8], "s": hw.f32[()]}
+    assert launches(f, **sizes) == 1
+    assert launches(f, **{**sizes, "y": hw.f32[3, 4, 1]}) == 1
+    assert launches(f, **{**sizes, "y": hw.f32[3, 1, 8]}) == 1  # the first kernel moves instead, because y is not in its shape
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
+    """The ops stay if they would no longer fuse with a kernel that reads their value."""
+
+    def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        h = hw.tanh(hw.reshape(hw.exp(x), 3, 4, 8))
+        return (h, hw.sum(h, 1)) if has_norm else (h,)
+
+    assert launches(f, x=X, w=W) == 1 + has_norm
+
+
+def test_a_bias_stays_an_epilogue() -> None:
+    def f(x: hw.Tensor, w: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:
+        return hw.sum(hw.reshape(x @ w + bias, 3, 4, 5), 1)
+
+    assert launches(f, x=X, w=W, bias=hw.f32[5]) == 1
+
+
+def test_a_cast_of_a_product_moves() -> None:
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.sum(hw.reshape(hw.astype(hw.reshape(x, 3, 4, 8) @ w, hw.f64), 12, 5), 1)
+
+    assert launches(f, x=X, w=W) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 8), (1, 96), (12, 1, 8)])
+def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.tanh(hw.reshape(hw.exp(x), *shape))
+
+    assert launches(f, x=X, w=W) == 1
+
+
+def test_sharded_values_stay() -> None:
+    def f(x: hw.Tensor) -> hw.Tensor:
+        return hw.sum(hw.reshape(hw.tanh(hw.reshape(hw.exp(x), 4, 3, 8)), 12, 8), 1)
+
+    assert launches(f, mesh=hw.Mesh(x=2), x=hw.f32["12@x", 8]) == 3
