@@ -53,10 +53,10 @@ void Shape::too_many_dims(size_t count) {
   throw ArgumentError(std::to_string(count) + " dims: an array has at most " + std::to_string(kMaxDims) + "; reshape it");
 }
 
-void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
-                    int expected_device) const {
+void Tensor::expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
+                    const char* type) const {
   if (dtype != expected_dtype || !fits(shape, expected_shape)) {
-    const std::string declared = type;
+    const std::string declared = type ? type : type_name(dtype_name(expected_dtype), expected_shape);
     const std::string wanted = type_name(declared.substr(0, declared.find('[')), expected_shape);
     const std::string here = declared == wanted ? "" : ", here " + wanted;
     throw ArgumentError(text_of(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
@@ -75,8 +75,7 @@ static int64_t elements(const Shape& shape) {
 
 cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller) {
   if (output.dtype != donated.dtype || elements(output.shape) != elements(donated.shape) || output.device != donated.device) {
-    const std::string type = type_name(dtype_name(donated.dtype), donated.shape);
-    output.expect(name, type.c_str(), donated.dtype, donated.shape, donated.device);
+    output.expect(name, donated.dtype, donated.shape, donated.device);
   }
   if (donated.data == output.data) return cudaSuccess;
   const size_t bytes = dtypes().at(output.dtype).bytes * static_cast<size_t>(elements(output.shape));

@@ -264,7 +264,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
     code = re.sub(r"\s+", " ", program.source[program.source.index("HW_CHECK(arena_.begin_call(caller));") :])
     assert "layer(x_i, in.layers[i], in.layers_2[i], x_2_i," in code
     assert "back(x_11_before, in.layers[4 - i], in.layers_2[4 - i]," in code
-    assert "update(in.layers[i], back_add_x_i_2, out.updates[i], caller); }" in code
+    assert "update(in.layers[i], back_add_x_ + i * E, out.updates[i], caller); }" in code
     assert code.count("for (int64_t i = 0; i < 5; ++i) {") == 3
     for rows in (7, 2):
         arrays = random_arrays(fusion, {"M": rows, "E": 5}, seed=rows)

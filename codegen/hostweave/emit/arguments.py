@@ -53,6 +53,11 @@ class CheckedArgument:
         """Name of the field in its struct."""
         return self.path.rpartition(".")[2]
 
+    @property
+    def has_named_dims(self) -> bool:
+        """True if the type cannot be told from the C++ dtype and shape: a dim is symbolic, or a bool is stored as a byte."""
+        return self.buffer.type.dtype.name == "bool" or not all(size.is_int for size in self.buffer.type.shape)
+
 
 @dataclass(frozen=True)
 class _Binding:
@@ -83,10 +88,12 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """Checks the tensors of parameter groups in a C++ loop."""
+    """Checks the tensors of parameter groups in a C++ loop over an array of structs."""
 
     index: str
     count: int
+    path: str  # C++ path of one struct of the array
+    name: str  # C++ reference to this struct
     members: tuple[CheckedArgument, ...]
 
 
@@ -101,11 +108,11 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
         if structs is None or x.sizes:
             yield replace(x, again=x.again and structs is None)
         if structs and last[structs.field] is x:
-            index, members = context.index, list[CheckedArgument]()
+            index, each, members = context.index, context.element, list[CheckedArgument]()
             for member in (member for member in arguments if member.parameter in structs.groups):
                 name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
-                members.append(replace(member, path=structs.place(name, index), label=structs.label(name, index), memory=memory))
-            yield CheckedInTurn(index, structs.count, tuple(members))
+                members.append(replace(member, path=f"{each}.{structs.members[name]}", label=structs.label(name, index), memory=memory))
+            yield CheckedInTurn(index, structs.count, structs.at(index), each, tuple(members))
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
@@ -155,9 +162,13 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Yields calls that check sizes at run time: no difference is negative, no reduced dim is empty, and sharded sums are divisible."""
+    """Yields calls that check sizes at run time: no difference is negative, no reduced dim is empty, and sharded sums are divisible.
+
+    Sizes that are constants of the program need no check.
+    """
     for dim_size in not_negative(program):
-        yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'
+        if not integers.depths.keys() >= {*dim_size.atoms}:
+            yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for kind, dim_size in not_empty(program):
         yield f'hw::expect_elements("{kind}", "{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for size, multiple in integers.multiples.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,6 +61,7 @@ class Emitter:
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         self.comments: list[str] = []  # comments with source lines that were emitted last
         self.others = _other_names(program)
+        self.arguments = _arguments(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> the group and the tensor's index
         self.windows: set[str] = set()  # temporaries that are allocated in a window
 
@@ -202,7 +204,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source."""
+        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source, and an argument of one call is an
+        expression."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -213,9 +216,12 @@ class Emitter:
         if index == Const(0):
             self.buffers[i.out] = replace(source, type=out)
             return ""
-        base, name = self.text(i.src), self.names.of(i.out)
-        self.buffers[i.out] = replace(source, text=name, type=out)
-        return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, i.stride(source.type)))
+        base, offset = self.text(i.src), self.integers.times(index, i.stride(source.type))
+        if i.out in self.arguments:
+            self.buffers[i.out] = replace(source, text=f"{base} + {offset}", type=out)
+            return ""
+        self.buffers[i.out] = replace(source, text=self.names.of(i.out), type=out)
+        return lay_out("view", const=source.read_only, name=self.text(i.out), base=base, offset=offset)
 
     def emit_choose(self, i: ir.Choose) -> str:
         condition = self.integers.known(i.condition)
@@ -480,6 +486,12 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
         if (root := roots.of(name)) != name:
             found.setdefault(root, []).append(name)
     return found
+
+
+def _arguments(program: ir.HostProgram) -> set[str]:
+    """Buffers that one call of a function uses, and no other instruction."""
+    used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
+    return {name for i in tree.walk(program.body) if isinstance(i, ir.Call) for name in (*i.srcs, *i.dsts) if used[name] == 1}
 
 
 def _comment(location: Location) -> str:

@@ -68,7 +68,7 @@ def _broken(line: str, indent: str) -> list[str]:
     if len(indent + line) <= COLUMNS:
         return [indent + line]
     if line.startswith("//"):
-        return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//")
+        return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//{INDENT if line.startswith('// - ') else ''}")
     if trailing := re.fullmatch(r"(.*;)  (// .*)", line):
         return [*_broken(trailing[2], indent), *_broken(trailing[1], indent)]
     for head, steps in _HEADS:
@@ -84,8 +84,10 @@ def _broken(line: str, indent: str) -> list[str]:
         first, *rest = re.split(r"(?<=&&) ", line)
         first, *rest = _filled(indent + first, rest, indent + " " * (condition.end() - 1))
         return [first, *(broken for each in rest for broken in _broken(each.strip(), indent + " " * condition.end()))]
-    if choice := re.fullmatch(r"(\w+) (\? .*) (: .*)", line):
-        return [f"{indent}{choice[1]} {choice[2]}", " " * len(f"{indent}{choice[1]} ") + choice[3]]
+    if choice := re.fullmatch(r"(?:([^({]* =) )?([^({]*?) (\? .*) (: .*)", line):
+        if choice[1]:
+            return [indent + choice[1], *_broken(line[choice.start(2) :], indent + INDENT * 2)]
+        return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
     # Break inside a call that is the only argument of another: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.

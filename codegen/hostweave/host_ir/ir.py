@@ -101,12 +101,14 @@ class Kernel:
         """A descriptive name of the ops (if they are few) and the results, such as `negative_multiply_y` or `fused_y`.
 
         A kernel that updates its operand in place is named after the operand. An op is omitted if the name of its result already begins
-        with the op, such as `multiply_y`. If the names of the results are long, only the last result is named.
+        with the op, such as `multiply_y`, and so are the numbers of an index range. If the names of the results are long, only the last
+        result is named.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
         results = [result.name for result in self.results]
-        words = [op.kind for op in self.ops if op.result.name not in results or not op.result.name.startswith(f"{op.kind}_")]
+        working = [op for op in self.ops if op.kind != "iota"]
+        words = [op.kind for op in working if op.result.name not in results or not op.result.name.startswith(f"{op.kind}_")]
         words = ["fused"] if len(self.ops) > MAX_WORDS else words
         named = results if sum(map(len, results)) <= MAX_CHARACTERS else results[-1:]
         return "_".join([*words, *named, *([] if words else ["kernel"])])

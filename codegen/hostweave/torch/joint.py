@@ -68,7 +68,7 @@ class Joint:
         """Sets `forward`, the graph of the results and the saved values, and `backward`, the graph of the gradients."""
         self._cut()
         with torch._functorch.config.patch(cse=False):  # the first cut has merged equal nodes
-            for change in (_save_alike, _save_sources):
+            for change in (save_alike, save_sources):
                 if change(self.whole, self._kept):
                     self._cut()
 
@@ -185,7 +185,7 @@ class Joint:
     @cached_property
     def saved(self) -> dict[Node, str]:
         """Nodes of the forward graph whose values the backward graph reads, with their names."""
-        return _in_rows(_named(self._kept))
+        return _in_rows(saved_names(self._kept))
 
     def source_of(self, node: Node) -> int | None:
         """Index of the source for a placeholder of one of the graphs. None for other placeholders."""
@@ -283,8 +283,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
     expect_known(_computed_of(made.graph))
-    _read_rows(made)
-    _take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
+    read_rows(made)
+    take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, needs_gradient)
 
@@ -420,7 +420,7 @@ def _simplify(made: GraphModule) -> None:
     made.recompile()
 
 
-def _take_views_again(made: GraphModule, sources: Set[str]) -> None:
+def take_views_again(made: GraphModule, sources: Set[str]) -> None:
     """Makes the backward pass recompute views of sources. To save them, the forward pass would have to copy them."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
@@ -436,7 +436,7 @@ def _is_view(node: Any) -> bool:
     return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
 
 
-def _save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
+def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
     """Saves a tensor in place of its views, if these have as many elements. The forward pass would copy the views. Returns False if nothing
     changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
@@ -470,7 +470,7 @@ def _splits(view: Any) -> bool:
     return shape[: len(given) - 1] == given[:-1] or not _is_view(view.args[0])
 
 
-def _read_rows(made: GraphModule) -> None:
+def read_rows(made: GraphModule) -> None:
     """Makes the backward pass read the result of an attention from the rows that the next linear reads. Only the rows are saved then, and
     the forward pass copies nothing."""
     found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
@@ -489,7 +489,7 @@ def _read_rows(made: GraphModule) -> None:
         heads.replace_all_uses_with(again, delete_user_cb=lambda user, own=turned: user is not own)
 
 
-def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
+def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
     """Makes equal layers save the same values: those that most of them save. The min cut is not unique, so layers may differ. Returns False
     if nothing changes."""
     layers: dict[Path, list[Node]] = {}
@@ -509,7 +509,7 @@ def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
     return bool(others)
 
 
-def _named(saved: list[Node]) -> dict[Node, str]:
+def saved_names(saved: list[Node]) -> dict[Node, str]:
     """Names saved values. In repeated layers, names end with the layer's number, as arrays of structs require."""
     counts: Counter[str] = Counter()
     names = {}

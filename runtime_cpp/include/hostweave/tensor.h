@@ -55,10 +55,10 @@ struct Tensor {
     return static_cast<T*>(data);
   }
 
-  // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` (such as "bf16[M/8, K]") are for
-  // the message.
-  void expect(const Name& name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
-              int expected_device) const;
+  // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` are for the message. `type` has
+  // the names of the dims, such as "bf16[M/8, K]". Without names it is omitted.
+  void expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
+              const char* type = nullptr) const;
 };
 
 // Copies a donated input to its output, unless they are the same array. Throws ArgumentError unless the output has the input's

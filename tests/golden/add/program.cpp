@@ -9,11 +9,11 @@ namespace programs::add {
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) { HW_CHECK(hw::load(add_y)); }
 
 Sizes Program::check(const Inputs& in) const {
-  in.a.expect("a", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.a.expect("a", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, N]");
   const int64_t M = in.a.dim(0);
   hw::expect_divisible("M", M, 3);
   const int64_t N = in.a.dim(1);
-  in.b.expect("b", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  in.b.expect("b", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
   return {M, N};
 }
 
@@ -30,7 +30,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, N] = *prepared_;
-  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
 
   const auto* a = in.a.as<hw::bf16>();
   const auto* b = in.b.as<hw::bf16>();

@@ -11,10 +11,10 @@ Program::Program(hw::Rank& rank)
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[3, 1, m, K]", CUDA_R_16BF, {3, 1, hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {3, 1, hw::kAny, hw::kAny}, rank_.device(), "bf16[3, 1, m, K]");
   const int64_t m = in.x.dim(2);
   const int64_t K = in.x.dim(3);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, hw::kAny}, rank_.device(), "bf16[K, N]");
   const int64_t N = in.w.dim(1);
   return {m, K, N};
 }
@@ -36,7 +36,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [m, K, N] = *prepared_;
-  out.y.expect("y", "bf16[3, 4, m, N]", CUDA_R_16BF, {3, 4, m, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {3, 4, m, N}, rank_.device(), "bf16[3, 4, m, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

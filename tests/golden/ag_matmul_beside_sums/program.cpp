@@ -15,12 +15,12 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M/4, K]");
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, hw::kAny}, rank_.device(), "bf16[K, N]");
   const int64_t N = in.w.dim(1);
-  in.v.expect("v", "bf16[M/4, L]", CUDA_R_16BF, {M / 4, hw::kAny}, rank_.device());
+  in.v.expect("v", CUDA_R_16BF, {M / 4, hw::kAny}, rank_.device(), "bf16[M/4, L]");
   const int64_t L = in.v.dim(1);
   return {M, K, N, L};
 }
@@ -42,9 +42,9 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, L] = *prepared_;
-  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
-  out.s.expect("s", "bf16[K]", CUDA_R_16BF, {K}, rank_.device());
-  out.t.expect("t", "bf16[L]", CUDA_R_16BF, {L}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
+  out.s.expect("s", CUDA_R_16BF, {K}, rank_.device(), "bf16[K]");
+  out.t.expect("t", CUDA_R_16BF, {L}, rank_.device(), "bf16[L]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

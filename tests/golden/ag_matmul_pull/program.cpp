@@ -17,11 +17,11 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M/4, K]");
   const int64_t M = in.x.dim(0) * 4;
   hw::expect_divisible("M", M, 8);
   const int64_t K = in.x.dim(1);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, hw::kAny}, rank_.device(), "bf16[K, N]");
   const int64_t N = in.w.dim(1);
   return {M, K, N};
 }
@@ -44,7 +44,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N] = *prepared_;
-  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

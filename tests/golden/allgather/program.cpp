@@ -9,7 +9,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 3) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[3, 1, N]", CUDA_R_16BF, {3, 1, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {3, 1, hw::kAny}, rank_.device(), "bf16[3, 1, N]");
   const int64_t N = in.x.dim(2);
   return {N};
 }
@@ -27,7 +27,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [N] = *prepared_;
-  out.y.expect("y", "bf16[3, 4, N]", CUDA_R_16BF, {3, 4, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {3, 4, N}, rank_.device(), "bf16[3, 4, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();

@@ -17,7 +17,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t R_x = hw::local_size(R, 4, rank_.index());
   const int64_t N = in.x.dim(1);
   hw::expect_divisible("N", N, 3);
-  in.x.expect("x", "bf16[local(R, x), N]", CUDA_R_16BF, {R_x, N}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {R_x, N}, rank_.device(), "bf16[local(R, x), N]");
   return {R, N, R_x};
 }
 
@@ -34,7 +34,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [R, N, R_x] = *prepared_;
-  out.y.expect("y", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {N}, rank_.device(), "bf16[N]");
 
   const auto* x = in.x.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();

@@ -16,13 +16,13 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M/4, K]");
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, hw::kAny}, rank_.device(), "bf16[K, N]");
   const int64_t N = in.w.dim(1);
-  in.b.expect("b", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
-  in.r.expect("r", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+  in.b.expect("b", CUDA_R_16BF, {N}, rank_.device(), "bf16[N]");
+  in.r.expect("r", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
   return {M, K, N};
 }
 
@@ -45,9 +45,9 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N] = *prepared_;
-  out.h.expect("h", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
-  out.s.expect("s", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
-  out.c.expect("c", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+  out.h.expect("h", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
+  out.s.expect("s", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
+  out.c.expect("c", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

@@ -18,14 +18,14 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M/4, K]");
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
   const int64_t F = in.gate.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
-  in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
-  in.up.expect("up", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
-  in.down.expect("down", "bf16[local(F, x), K]", CUDA_R_16BF, {F_x, K}, rank_.device());
+  in.gate.expect("gate", CUDA_R_16BF, {K, F_x}, rank_.device(), "bf16[K, local(F, x)]");
+  in.up.expect("up", CUDA_R_16BF, {K, F_x}, rank_.device(), "bf16[K, local(F, x)]");
+  in.down.expect("down", CUDA_R_16BF, {F_x, K}, rank_.device(), "bf16[local(F, x), K]");
   return {M, K, F, F_x};
 }
 
@@ -56,7 +56,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, F, F_x] = *prepared_;
-  out.y.expect("y", "bf16[M/4, K]", CUDA_R_16BF, {M / 4, K}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M / 4, K}, rank_.device(), "bf16[M/4, K]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* gate = in.gate.as<hw::bf16>();

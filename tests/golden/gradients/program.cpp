@@ -19,10 +19,10 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t T = in.x.global_dim(0, 4);
   const int64_t T_x = hw::local_size(T, 4, rank_.index());
   const int64_t K = in.x.dim(1);
-  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
-  in.dy.expect("dy", "bf16[local(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {T_x, K}, rank_.device(), "bf16[local(T, x), K]");
+  in.dy.expect("dy", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device(), "bf16[local(T, x), N]");
   const int64_t N = in.dy.dim(1);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, N}, rank_.device(), "bf16[K, N]");
   return {T, K, N, T_x};
 }
 
@@ -46,9 +46,9 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [T, K, N, T_x] = *prepared_;
-  out.dx.expect("dx", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
-  out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
-  out.db.expect("db", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+  out.dx.expect("dx", CUDA_R_16BF, {T_x, K}, rank_.device(), "bf16[local(T, x), K]");
+  out.dw.expect("dw", CUDA_R_16BF, {K, N}, rank_.device(), "bf16[K, N]");
+  out.db.expect("db", CUDA_R_16BF, {N}, rank_.device(), "bf16[N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* dy = in.dy.as<hw::bf16>();

@@ -14,8 +14,8 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
 Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
-  in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
-  in.w.expect("w", "bf16[8, 3]", CUDA_R_16BF, {8, 3}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M_x, 8}, rank_.device(), "bf16[local(M, x), 8]");
+  in.w.expect("w", CUDA_R_16BF, {8, 3}, rank_.device());
   return {M, M_x};
 }
 
@@ -37,8 +37,8 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, M_x] = *prepared_;
-  out.joined.expect("joined", "bf16[local(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
-  out.relu_x_padded.expect("relu_x_padded", "bf16[local(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
+  out.joined.expect("joined", CUDA_R_16BF, {M_x, 11}, rank_.device(), "bf16[local(M, x), 11]");
+  out.relu_x_padded.expect("relu_x_padded", CUDA_R_16BF, {M_x, 3}, rank_.device(), "bf16[local(M, x), 3]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

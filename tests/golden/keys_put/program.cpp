@@ -22,10 +22,10 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.q.expect("q", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, hw::kAny, 64}, rank_.device());
+  in.q.expect("q", CUDA_R_16BF, {2, hw::kAny, 64}, rank_.device(), "bf16[2, S/4, 64]");
   const int64_t S = in.q.dim(1) * 4;
-  in.k.expect("k", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
-  in.v.expect("v", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  in.k.expect("k", CUDA_R_16BF, {2, S / 4, 64}, rank_.device(), "bf16[2, S/4, 64]");
+  in.v.expect("v", CUDA_R_16BF, {2, S / 4, 64}, rank_.device(), "bf16[2, S/4, 64]");
   return {S};
 }
 
@@ -58,7 +58,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [S] = *prepared_;
-  out.y.expect("y", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {2, S / 4, 64}, rank_.device(), "bf16[2, S/4, 64]");
 
   const auto* q = in.q.as<hw::bf16>();
   const auto* k = in.k.as<hw::bf16>();

@@ -18,8 +18,8 @@ Sizes Program::check(const Inputs& in) const {
   hw::expect_divisible("M", M, 6);
   const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
-  in.x.expect("x", "bf16[M/2, local(K, tp)]", CUDA_R_16BF, {M / 2, K_tp}, rank_.device());
-  in.w.expect("w", "bf16[local(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M / 2, K_tp}, rank_.device(), "bf16[M/2, local(K, tp)]");
+  in.w.expect("w", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device(), "bf16[local(K, tp), N]");
   const int64_t N = in.w.dim(1);
   return {M, K, N, K_tp};
 }
@@ -42,7 +42,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, K_tp] = *prepared_;
-  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

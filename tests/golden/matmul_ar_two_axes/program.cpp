@@ -16,8 +16,8 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M_dp = hw::local_size(M, 2, rank_.index() / 4);
   const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
-  in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
-  in.w.expect("w", "bf16[local(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M_dp, K_tp}, rank_.device(), "bf16[local(M, dp), local(K, tp)]");
+  in.w.expect("w", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device(), "bf16[local(K, tp), N]");
   const int64_t N = in.w.dim(1);
   hw::expect_divisible("N", N, 2);
   return {M, K, N, M_dp, K_tp};
@@ -40,7 +40,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_dp, K_tp] = *prepared_;
-  out.y.expect("y", "bf16[local(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M_dp, N}, rank_.device(), "bf16[local(M, dp), N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

@@ -18,16 +18,17 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M, E]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, E]");
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
-  in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
+  in.layers[0].w_in.expect("w_in_0", CUDA_R_16BF, {E, hw::kAny}, rank_.device(), "bf16[E, local(F, x)]");
   const int64_t F = in.layers[0].w_in.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   for (int64_t member = 0; member < 3; ++member) {
-    in.layers[member].w_in.expect({"w_in_", member}, "bf16[E, local(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-    in.layers[member].w_out.expect({"w_out_", member}, "bf16[local(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+    const auto& each = in.layers[member];
+    each.w_in.expect({"w_in_", member}, CUDA_R_16BF, {E, F_x}, rank_.device(), "bf16[E, local(F, x)]");
+    each.w_out.expect({"w_out_", member}, CUDA_R_16BF, {F_x, E}, rank_.device(), "bf16[local(F, x), E]");
   }
   return {M, E, F, F_x};
 }
@@ -51,7 +52,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, E, F, F_x] = *prepared_;
-  out.y.expect("y", "bf16[M/4, E]", CUDA_R_16BF, {M / 4, E}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M / 4, E}, rank_.device(), "bf16[M/4, E]");
 
   const auto* x = in.x.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();

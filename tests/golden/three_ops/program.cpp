@@ -12,7 +12,7 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank,
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, N]");
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 3);
   const int64_t N = in.x.dim(1);
@@ -35,7 +35,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, N] = *prepared_;
-  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();

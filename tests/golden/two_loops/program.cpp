@@ -19,15 +19,15 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M/4, K]");
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
-  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  in.w.expect("w", CUDA_R_16BF, {K, hw::kAny}, rank_.device(), "bf16[K, N]");
   const int64_t N = in.w.dim(1);
   const int64_t F = in.v.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
-  in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
-  in.u.expect("u", "bf16[local(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
+  in.v.expect("v", CUDA_R_16BF, {N, F_x}, rank_.device(), "bf16[N, local(F, x)]");
+  in.u.expect("u", CUDA_R_16BF, {F_x, N}, rank_.device(), "bf16[local(F, x), N]");
   return {M, K, N, F, F_x};
 }
 
@@ -60,7 +60,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, F, F_x] = *prepared_;
-  out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

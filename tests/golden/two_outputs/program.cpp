@@ -13,8 +13,8 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   const int64_t N = in.x.dim(1);
-  in.x.expect("x", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
-  in.b.expect("b", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M_x, N}, rank_.device(), "bf16[local(M, x), N]");
+  in.b.expect("b", CUDA_R_16BF, {N}, rank_.device(), "bf16[N]");
   return {M, N, M_x};
 }
 
@@ -31,8 +31,8 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, N, M_x] = *prepared_;
-  out.y.expect("y", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
-  out.z.expect("z", "bf16[local(M, x)]", CUDA_R_16BF, {M_x}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M_x, N}, rank_.device(), "bf16[local(M, x), N]");
+  out.z.expect("z", CUDA_R_16BF, {M_x}, rank_.device(), "bf16[local(M, x)]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* b = in.b.as<hw::bf16>();

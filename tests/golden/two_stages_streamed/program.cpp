@@ -23,18 +23,18 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.global_dim(0, 1);
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.global_dim(1, 1);
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
+  if (on_ranks_0_1_) in.x.expect("x", CUDA_R_16BF, {M, K}, rank_.device(), "bf16[M, K]");
   const int64_t N = in.up1.global_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
   if (on_ranks_0_1_)
-    in.up1.expect("up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
+    in.up1.expect("up1", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device(), "bf16[K, local(N, x on ranks 0, 1)]");
   if (on_ranks_0_1_)
-    in.down1.expect("down1", "bf16[local(N, x on ranks 0, 1), K]", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device());
+    in.down1.expect("down1", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device(), "bf16[local(N, x on ranks 0, 1), K]");
   if (on_ranks_2_3_)
-    in.up2.expect("up2", "bf16[K, local(N, x on ranks 2, 3)]", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device());
+    in.up2.expect("up2", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device(), "bf16[K, local(N, x on ranks 2, 3)]");
   if (on_ranks_2_3_)
-    in.down2.expect("down2", "bf16[local(N, x on ranks 2, 3), K]", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device());
+    in.down2.expect("down2", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device(), "bf16[local(N, x on ranks 2, 3), K]");
   return {M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3};
 }
 
@@ -67,7 +67,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = *prepared_;
-  if (on_ranks_2_3_) out.y.expect("y", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
+  if (on_ranks_2_3_) out.y.expect("y", CUDA_R_16BF, {M, K}, rank_.device(), "bf16[M, K]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* up1 = in.up1.as<hw::bf16>();

@@ -17,12 +17,12 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t V_tp = hw::local_size(V, 4, rank_.index());
   const int64_t V_first_tp = hw::local_begin(V, 4, rank_.index());
   const int64_t D = in.table.dim(1);
-  in.table.expect("table", "bf16[local(V, tp), D]", CUDA_R_16BF, {V_tp, D}, rank_.device());
-  in.ids.expect("ids", "i32[T]", CUDA_R_32I, {hw::kAny}, rank_.device());
+  in.table.expect("table", CUDA_R_16BF, {V_tp, D}, rank_.device(), "bf16[local(V, tp), D]");
+  in.ids.expect("ids", CUDA_R_32I, {hw::kAny}, rank_.device(), "i32[T]");
   const int64_t T = in.ids.dim(0);
   const int64_t T_tp = hw::local_size(T, 4, rank_.index());
   const int64_t T_first_tp = hw::local_begin(T, 4, rank_.index());
-  in.scores.expect("scores", "f32[local(T, tp), S]", CUDA_R_32F, {T_tp, hw::kAny}, rank_.device());
+  in.scores.expect("scores", CUDA_R_32F, {T_tp, hw::kAny}, rank_.device(), "f32[local(T, tp), S]");
   const int64_t S = in.scores.dim(1);
   return {V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp};
 }
@@ -43,8 +43,8 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = *prepared_;
-  out.table_taken.expect("table_taken", "bf16[T, D]", CUDA_R_16BF, {T, D}, rank_.device());
-  out.where_is_past.expect("where_is_past", "f32[local(T, tp), S]", CUDA_R_32F, {T_tp, S}, rank_.device());
+  out.table_taken.expect("table_taken", CUDA_R_16BF, {T, D}, rank_.device(), "bf16[T, D]");
+  out.where_is_past.expect("where_is_past", CUDA_R_32F, {T_tp, S}, rank_.device(), "f32[local(T, tp), S]");
 
   const auto* table = in.table.as<hw::bf16>();
   const auto* ids = in.ids.as<int32_t>();

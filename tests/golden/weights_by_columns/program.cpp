@@ -20,10 +20,10 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M_dp = hw::local_size(M, 4, rank_.index());
   const int64_t K = in.x.dim(1);
   hw::expect_divisible("K", K, 4);
-  in.x.expect("x", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
-  in.up.expect("up", "bf16[N/4, K]", CUDA_R_16BF, {hw::kAny, K}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M_dp, K}, rank_.device(), "bf16[local(M, dp), K]");
+  in.up.expect("up", CUDA_R_16BF, {hw::kAny, K}, rank_.device(), "bf16[N/4, K]");
   const int64_t N = in.up.dim(0) * 4;
-  in.down.expect("down", "bf16[N, K/4]", CUDA_R_16BF, {N, K / 4}, rank_.device());
+  in.down.expect("down", CUDA_R_16BF, {N, K / 4}, rank_.device(), "bf16[N, K/4]");
   return {M, K, N, M_dp};
 }
 
@@ -48,7 +48,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_dp] = *prepared_;
-  out.y.expect("y", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {M_dp, K}, rank_.device(), "bf16[local(M, dp), K]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* up = in.up.as<hw::bf16>();

@@ -13,10 +13,10 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   const int64_t K = in.x.dim(1);
-  in.x.expect("x", "bf16[local(M, x), K]", CUDA_R_16BF, {M_x, K}, rank_.device());
+  in.x.expect("x", CUDA_R_16BF, {M_x, K}, rank_.device(), "bf16[local(M, x), K]");
   const int64_t N = in.dh.global_dim(1, 4);
   const int64_t N_x = hw::local_size(N, 4, rank_.index());
-  in.dh.expect("dh", "bf16[M, local(N, x)]", CUDA_R_16BF, {M, N_x}, rank_.device());
+  in.dh.expect("dh", CUDA_R_16BF, {M, N_x}, rank_.device(), "bf16[M, local(N, x)]");
   return {M, K, N, M_x, N_x};
 }
 
@@ -38,7 +38,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_x, N_x] = *prepared_;
-  out.y.expect("y", "bf16[K, local(N, x)]", CUDA_R_16BF, {K, N_x}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {K, N_x}, rank_.device(), "bf16[K, local(N, x)]");
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* dh = in.dh.as<hw::bf16>();

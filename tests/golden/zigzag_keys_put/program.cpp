@@ -23,11 +23,11 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.q.expect("q", "bf16[4, S/2, 64]", CUDA_R_16BF, {4, hw::kAny, 64}, rank_.device());
+  in.q.expect("q", CUDA_R_16BF, {4, hw::kAny, 64}, rank_.device(), "bf16[4, S/2, 64]");
   const int64_t S = in.q.dim(1) * 2;
   hw::expect_divisible("S", S, 4);
-  in.k.expect("k", "bf16[2, S/2, 64]", CUDA_R_16BF, {2, S / 2, 64}, rank_.device());
-  in.v.expect("v", "bf16[2, S/2, 64]", CUDA_R_16BF, {2, S / 2, 64}, rank_.device());
+  in.k.expect("k", CUDA_R_16BF, {2, S / 2, 64}, rank_.device(), "bf16[2, S/2, 64]");
+  in.v.expect("v", CUDA_R_16BF, {2, S / 2, 64}, rank_.device(), "bf16[2, S/2, 64]");
   return {S};
 }
 
@@ -66,7 +66,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [S] = *prepared_;
-  out.y.expect("y", "bf16[4, S/2, 64]", CUDA_R_16BF, {4, S / 2, 64}, rank_.device());
+  out.y.expect("y", CUDA_R_16BF, {4, S / 2, 64}, rank_.device(), "bf16[4, S/2, 64]");
 
   const auto* q = in.q.as<hw::bf16>();
   const auto* k = in.k.as<hw::bf16>();
