@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutp
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError  # noqa: E402
-from hostweave.torch.graph import location  # noqa: E402
+from hostweave.torch.nodes import location  # noqa: E402
 
 X = torch.ones(4, 8)
 MESH = hw.Mesh(tp=2)

@@ -491,7 +491,8 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 def _arguments(program: ir.HostProgram) -> set[str]:
     """Buffers that one call of a function uses, and no other instruction."""
     used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
-    return {name for i in tree.walk(program.body) if isinstance(i, ir.Call) for name in (*i.srcs, *i.dsts) if used[name] == 1}
+    calls = (i for i in tree.walk(program.body) if tree.names(i, "call"))
+    return {name for i in calls for name in tree.names(i, "read", "write") if used[name] == 1}
 
 
 def _comment(location: Location) -> str:

@@ -21,8 +21,9 @@ from hostweave.runtime.group import current as current_group
 from hostweave.runtime.providers import Threads
 from hostweave.torch.bound import ProgramPart, on_stream
 from hostweave.torch.caches import continued
-from hostweave.torch.graph import Graph, is_complex
+from hostweave.torch.graph import Graph
 from hostweave.torch.held import Folded, Held, tensor_of
+from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
 from hostweave.torch.state import State
 from hostweave.torch.updates import copied_to

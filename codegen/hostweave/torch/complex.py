@@ -15,7 +15,8 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
-from hostweave.torch.graph import COMPLEX, location, op_of, recorded, refused
+from hostweave.torch.graph import COMPLEX, recorded, refused
+from hostweave.torch.nodes import location, op_of
 from hostweave.torch.ops import ops
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx import GraphModule, Interpreter, Node
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.torch.graph import OF_TORCH, location, refused
+from hostweave.torch.graph import refused
+from hostweave.torch.nodes import OF_TORCH, location
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import AxesOfDims, text_of
 

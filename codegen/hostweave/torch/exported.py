@@ -31,7 +31,7 @@ from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
-from hostweave.torch.graph import location
+from hostweave.torch.nodes import location
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears

@@ -23,7 +23,8 @@ from hostweave.fusion_ir.frontend.remedies import instead_of
 from hostweave.torch.aten import computed
 from hostweave.torch.aten.table import torch_dtype
 from hostweave.torch.exported import decompositions
-from hostweave.torch.graph import is_known, op_of, recorded
+from hostweave.torch.graph import is_known, recorded
+from hostweave.torch.nodes import op_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _SMOOTH = 48  # these sizes are multiples of it, so that they are divisible by 2, 3, 4, 6, 8, ...

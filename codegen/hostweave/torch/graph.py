@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +19,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
+from hostweave.torch.nodes import ATTENTION, is_complex, is_size, location, modules_of, name_of, name_of_constant, op_of, shape_of
+from hostweave.torch.patterns import word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts
 from hostweave.torch.randomness import SEEDS, with_seeds
-from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
-
-ATTENTION = "scaled_dot_product_attention.default"
-RESHARD = "hostweave.reshard.default"  # op by which a graph states the sharding of a value
 
 
 @dataclass(frozen=True)
@@ -401,16 +397,6 @@ def recorded(function: Callable[..., Any], given: Sequence[Any], table: Mapping[
     return made
 
 
-def is_complex(node: Any) -> bool:
-    """True if a node combines the real and the imaginary part of a result. A program returns the two parts separately."""
-    return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
-
-
-def is_size(node: Node) -> bool:
-    """True if a node computes a size that is known only when the program runs, or a condition on such sizes."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
-
-
 def _is_random(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
@@ -420,146 +406,3 @@ def _is_symbolic(node: Node) -> bool:
     return any(
         isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape)) for v in values
     )
-
-
-def shape_of(value: Any) -> tuple[int | str, ...]:
-    return tuple(map(size_of, value.shape))
-
-
-def size_of(size: int | torch.SymInt) -> int | str:
-    """Converts a size to Hostweave's form: an int, or a str such as `2*s0`."""
-    if isinstance(size, int):
-        return size
-    text = str(size.node.expr).replace("**", "^").replace("//", "/")
-    text = f"({text})" if " " in text else text
-    try:
-        return int(text) if text.isdigit() else str(Size.of(text))
-    except ValueError:
-        why = f"a size of {text} is not supported; compile with fixed sizes, or with sizes that are sums, products and quotients of others"
-        raise ProgramError.here(why) from None
-
-
-def modules_of(node: Node) -> list[str]:
-    """Paths of the modules in which a node was traced, outermost first. A node of a derivative has the modules of its forward node."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [path for path, _ in stack.values() if path]
-
-
-_NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
-
-
-OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")  # folders whose code is not the user's
-
-
-def location(node: Node) -> Location | None:
-    """The user's line that created a node: the innermost line outside of torch."""
-    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
-    if not own:
-        return None
-    path, line, text = own[-1]
-    return Location(path.rpartition("/")[2], int(line), text.partition(_NOTE)[0])
-
-
-def name_of_constant(node: Node) -> str:
-    """The user's variable name for a value, or for the value that it views, if its line assigns one. Otherwise torch's name."""
-    of: Node = node
-    while of.op == "call_function":
-        line = location(of)
-        if variable := re.match(r"([A-Za-z]\w*) = (?!torch\.ops\.)", line.text, re.ASCII) if line else None:
-            return variable[1]
-        if op_of(of).partition(".")[0] not in _SAME_VALUES:
-            break
-        of = of.all_input_nodes[0]
-    return node.name
-
-
-_SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice", "permute", "transpose", "_to_copy", "clone", "alias")
-
-
-def name_of(target: str) -> str:
-    """Converts `model.layers.3.mlp.up_proj.weight` to `model_mlp_up_proj_weight_3`. Layer numbers come last, as arrays of structs
-    require."""
-    words = target.split(".")
-    numbers = [word for word in words if word.isdigit()]
-    return "_".join([word for word in words if not word.isdigit()] + numbers)
-
-
-# --- patterns ---------------------------------------------------------------------------------------------------------
-# Groups of nodes of a graph that become one op of the fusion.
-
-
-def op_of(node: Node) -> str:
-    """Name of the op, such as `add.Tensor`."""
-    return str(node.target).removeprefix("aten.")
-
-
-def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """Recognises a constant mask of attention. Returns "causal", "none" (masks nothing), or None for any other mask."""
-    if op_of(node) != ATTENTION or argument not in node.args[3:4]:
-        return None
-    added = mask.dtype != torch.bool
-    if added and not bool(((mask == 0) | (mask < -1e30)).all()):
-        return None
-    seen = mask == 0 if added else mask
-    if bool(seen.all()):
-        return "none"
-    causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
-    return "causal" if bool((seen == causal).all()) else None
-
-
-def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
-    """Recognises a write to a cache, `x.index_copy(dim, arange(n) + begin, update)`. Returns (x, update, begin, dim), or None."""
-    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):
-        return None
-    x, indices, update = node.args[:3]
-    *before, index = indices
-    if any(one is not None for one in before) or index is None or op_of(index) != "add.Tensor" or index.kwargs:
-        return None
-    begin = next((one for one in index.args if isinstance(one, Node) and one.meta["val"].ndim == 0), None)
-    steps = next((one for one in index.args if isinstance(one, Node) and one is not begin), None)
-    if begin is None or steps is None or op_of(steps) != "arange.start_step" or steps.args[0] != 0 or steps.args[2:] not in ((), (1,)):
-        return None
-    old, new, dim = x.meta["val"].shape, update.meta["val"].shape, len(before)
-    fits = len(new) == len(old) and all(a == b for i, (a, b) in enumerate(zip(old, new, strict=True)) if i != dim)
-    return (x, update, begin, dim) if fits and new[dim] == index.meta["val"].shape[0] else None
-
-
-def repeated(node: Any) -> Node | None:
-    """Recognises a node that repeats each head, as `repeat_kv` of transformers does. Returns the keys [B, G, S, E] before the
-    repetition."""
-    chain = [node]
-    for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
-        if op == "clone.default" and op_of(chain[-1]) == "expand.default":
-            continue  # the view of one group of heads needs no copy
-        if op_of(chain[-1]).removeprefix("_unsafe_") != op:
-            return None
-        chain.append(chain[-1].args[0])
-    expanded, kept = chain[-3].meta["val"], chain[-1].meta["val"]
-    is_repeated = chain[-2].args[1] == 2 and [*expanded.shape[:2]] == [*kept.shape[:2]]
-    return chain[-1] if is_repeated and chain[0].meta["val"].ndim == 4 else None
-
-
-def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns x and the tables if the tables have no
-    gradient."""
-    products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
-    if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
-        return None
-    (x, cos), (turned, sin) = products[0].args, products[1].args
-    tables = [fixed.get(table) for table in (cos, sin) if isinstance(table, Node)]
-    if not isinstance(x, Node) or not isinstance(turned, Node) or op_of(turned) != "cat.default":
-        return None
-    value, joined = x.meta["val"], turned.args[0]
-    pair: list[Any] = [*joined] if isinstance(joined, list | tuple) else []
-    if len(pair) != 2:
-        return None
-    negative, first = pair
-    last, half = value.ndim - 1, value.shape[-1] // 2
-    if op_of(negative) != "neg.default" or turned.args[1] not in (-1, last):
-        return None
-    parts = [(op_of(part), part.args[:3]) for part in (first, negative.args[0])]
-    if parts != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
-        return None
-    is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.shape[-1:] == value.shape[-1:] for t in tables]
-    return (x, cos, sin) if all(is_table) else None

@@ -17,7 +17,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hostweave.base.names import unique_name
-from hostweave.torch.graph import Graph, is_size, op_of, size_of
+from hostweave.torch.graph import Graph
+from hostweave.torch.nodes import is_size, op_of, size_of
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, Location, ProgramError, stated_location
 from hostweave.torch.aten import TABLE, cast, computed
-from hostweave.torch.graph import shape_of
+from hostweave.torch.nodes import shape_of
 
 PARAMETER, GRADIENT = "parameter", "gradient"  # names of the values that every optimizer's step reads
 _OFF = ("foreach", "fused")  # options that do not change the results

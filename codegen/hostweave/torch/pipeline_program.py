@@ -13,8 +13,8 @@ import hostweave as hw
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.torch.aten import Result, full, resharded
-from hostweave.torch.graph import name_of
 from hostweave.torch.held import tensor_of
+from hostweave.torch.nodes import name_of
 from hostweave.torch.schedules import Action
 from hostweave.torch.stages import AXIS, Stage, StagePart
 from hostweave.torch.updates import Updates, clipped, squares, updated_by

@@ -32,7 +32,7 @@ from hostweave.torch.dynamo import (
     value_of,
     wants_one_graph,
 )
-from hostweave.torch.graph import location
+from hostweave.torch.nodes import location
 from hostweave.torch.plan import Layouts
 from hostweave.torch.region import ModelPart, Region, RegionPlan
 from hostweave.torch.training import TrainingModule

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from hostweave.torch.graph import OF_TORCH
 from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
+from hostweave.torch.nodes import OF_TORCH
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.state import is_same

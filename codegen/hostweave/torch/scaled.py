@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hostweave.base.errors import ProgramError, did_you_mean
-from hostweave.torch.graph import modules_of, op_of
+from hostweave.torch.nodes import modules_of, op_of
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import Layouts, matching
 

@@ -24,23 +24,10 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import Result, computed, full, resharded
-from hostweave.torch.graph import (
-    ATTENTION,
-    RESHARD,
-    Graph,
-    consecutive,
-    location,
-    modules_of,
-    name_of,
-    op_of,
-    refused,
-    repeated,
-    rotated,
-    shape_of,
-    size_of,
-    word_of_mask,
-)
+from hostweave.torch.graph import Graph, refused
 from hostweave.torch.layers import Layer, alike, repeated_layers
+from hostweave.torch.nodes import ATTENTION, RESHARD, location, modules_of, name_of, op_of, shape_of, size_of
+from hostweave.torch.patterns import consecutive, repeated, rotated, word_of_mask
 from hostweave.types.tensor import Dim, TensorType
 
 NodeValues = dict[Node, Any]

@@ -15,7 +15,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import cast, dtype_of
-from hostweave.torch.graph import name_of
+from hostweave.torch.nodes import name_of
 from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType

@@ -1,0 +1,94 @@
+"""Facts about the nodes of a torch.fx graph: ops, sizes, modules, source lines and names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.types.size import Size
+
+ATTENTION = "scaled_dot_product_attention.default"
+RESHARD = "hostweave.reshard.default"  # op by which a graph states the sharding of a value
+
+
+def op_of(node: Node) -> str:
+    """Name of the op, such as `add.Tensor`."""
+    return str(node.target).removeprefix("aten.")
+
+
+def is_complex(node: Any) -> bool:
+    """True if a node combines the real and the imaginary part of a result. A program returns the two parts separately."""
+    return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
+
+
+def is_size(node: Node) -> bool:
+    """True if a node computes a size that is known only when the program runs, or a condition on such sizes."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def shape_of(value: Any) -> tuple[int | str, ...]:
+    return tuple(map(size_of, value.shape))
+
+
+def size_of(size: int | torch.SymInt) -> int | str:
+    """Converts a size to Hostweave's form: an int, or a str such as `2*s0`."""
+    if isinstance(size, int):
+        return size
+    text = str(size.node.expr).replace("**", "^").replace("//", "/")
+    text = f"({text})" if " " in text else text
+    try:
+        return int(text) if text.isdigit() else str(Size.of(text))
+    except ValueError:
+        why = f"a size of {text} is not supported; compile with fixed sizes, or with sizes that are sums, products and quotients of others"
+        raise ProgramError.here(why) from None
+
+
+def modules_of(node: Node) -> list[str]:
+    """Paths of the modules in which a node was traced, outermost first. A node of a derivative has the modules of its forward node."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [path for path, _ in stack.values() if path]
+
+
+_NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
+
+
+OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")  # folders whose code is not the user's
+
+
+def location(node: Node) -> Location | None:
+    """The user's line that created a node: the innermost line outside of torch."""
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
+    if not own:
+        return None
+    path, line, text = own[-1]
+    return Location(path.rpartition("/")[2], int(line), text.partition(_NOTE)[0])
+
+
+_SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice", "permute", "transpose", "_to_copy", "clone", "alias")
+
+
+def name_of_constant(node: Node) -> str:
+    """The user's variable name for a value, or for the value that it views, if its line assigns one. Otherwise torch's name."""
+    of: Node = node
+    while of.op == "call_function":
+        line = location(of)
+        if variable := re.match(r"([A-Za-z]\w*) = (?!torch\.ops\.)", line.text, re.ASCII) if line else None:
+            return variable[1]
+        if op_of(of).partition(".")[0] not in _SAME_VALUES:
+            break
+        of = of.all_input_nodes[0]
+    return node.name
+
+
+def name_of(target: str) -> str:
+    """Converts `model.layers.3.mlp.up_proj.weight` to `model_mlp_up_proj_weight_3`. Layer numbers come last, as arrays of structs
+    require."""
+    words = target.split(".")
+    numbers = [word for word in words if word.isdigit()]
+    return "_".join([word for word in words if not word.isdigit()] + numbers)

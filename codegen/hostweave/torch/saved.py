@@ -1,0 +1,137 @@
+"""Values that a forward graph saves for its backward graph, and their names."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from hostweave.torch.layers import Path, paths_of_layers
+from hostweave.torch.nodes import modules_of, name_of, op_of
+
+
+def take_views_again(made: GraphModule, sources: Set[str]) -> None:
+    """Makes the backward pass recompute views of sources. To save them, the forward pass would have to copy them."""
+    views = {node for node in made.graph.nodes if node.name in sources}
+    for node in made.graph.nodes:
+        if _is_view(node) and node.all_input_nodes and views.issuperset(node.all_input_nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            views.add(node)
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0]) or node.args[0].op == "placeholder"
+    schema: Any = getattr(node.target, "_schema", None)
+    return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
+
+
+def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
+    """Saves a tensor in place of its views, if these have as many elements. The forward pass would copy the views. Returns False if nothing
+    changes."""
+    made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
+    views: dict[Any, list[list[Any]]] = {}
+    for node in (made[node.name] for node in saved):
+        chain: list[Any] = []
+        while _is_view(node) and _splits(node):
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        views.setdefault(node, []).append(chain)
+    found = False
+    for source, chains in views.items():
+        size = sum(chain[0].meta["val"].numel() for chain in chains if chain)
+        if any(chains) and ([] in chains or size >= source.meta["val"].numel()):
+            found = True
+            source.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            for node in (node for chain in chains for node in chain):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return found
+
+
+def _splits(view: Any) -> bool:
+    """True for a view that only splits the last dim. False for a view that may merge dims, because it needs a copy if they are not
+    contiguous.
+
+    Also False for an expansion, such as the bias of a mask. It is saved, because layers may share it.
+    """
+    if op_of(view) != "view.default":
+        return op_of(view) != "expand.default"
+    shape, given = view.meta["val"].shape, view.args[0].meta["val"].shape
+    return shape[: len(given) - 1] == given[:-1] or not _is_view(view.args[0])
+
+
+def read_rows(made: GraphModule) -> None:
+    """Makes the backward pass read the result of an attention from the rows that the next linear reads. Only the rows are saved then, and
+    the forward pass copies nothing."""
+    found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
+    for turned in found:
+        heads, *dims = turned.args
+        is_result = heads.target is operator.getitem and op_of(heads.args[0]) == "hostweave.attention.default"
+        rows = next((user for user in turned.users if op_of(user).removeprefix("_unsafe_") == "view.default"), None)
+        shape = turned.meta["val"].shape
+        if not is_result or rows is None or rows.meta["val"].shape[:-1] != shape[:-2]:
+            continue
+        with made.graph.inserting_after(rows):
+            split = made.graph.call_function(torch.ops.aten.view.default, (rows, [*rows.args[1][:-1], *shape[-2:]]))
+        with made.graph.inserting_after(split):
+            again = made.graph.call_function(torch.ops.aten.transpose.int, (split, *dims))
+        split.meta, again.meta = dict(turned.meta), dict(heads.meta)
+        heads.replace_all_uses_with(again, delete_user_cb=lambda user, own=turned: user is not own)
+
+
+def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
+    """Makes equal layers save the same values: those that most of them save. The min cut is not unique, so layers may differ. Returns False
+    if nothing changes."""
+    layers: dict[Path, list[Node]] = {}
+    of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
+    for node, path in paths_of_layers(of_forward).items():
+        layers.setdefault(path, []).append(node)
+    alike: dict[tuple[str, ...], list[list[Node]]] = {}
+    for nodes in reversed(layers.values()):
+        alike.setdefault(tuple(map(op_of, nodes)), []).append(nodes)
+    names, others = {node.name for node in saved}, list[Node]()
+    for group in alike.values():
+        places = [tuple(number for number, node in enumerate(nodes) if node.name in names) for nodes in group]
+        ((usual, _),) = Counter(places).most_common(1)
+        others += [nodes[number] for nodes, own in zip(group, places, strict=True) if own != usual for number in usual]
+    for node in others:
+        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    return bool(others)
+
+
+def saved_names(saved: list[Node]) -> dict[Node, str]:
+    """Names saved values: first those that all layers save, layer by layer, then the others.
+
+    In repeated layers, names end with the layer's number, as arrays of structs require.
+    """
+    counts: Counter[str] = Counter()
+    names = {}
+    for node in saved:
+        path = next(reversed(modules_of(node)), "")
+        made: Any = node.args[0] if node.target is operator.getitem else node
+        base = name_of(".".join(filter(None, ("saved", path, op_of(made).removeprefix("hostweave.").partition(".")[0].lstrip("_")))))
+        counts[base] += 1
+        words = base.split("_")
+        at = next((i for i in range(len(words), 0, -1) if not words[i - 1].isdigit()), len(words))
+        names[node] = "_".join([*words[:at], *([f"v{counts[base]}"] if counts[base] > 1 else []), *words[at:]])
+    return _in_rows(names)
+
+
+def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
+    """Sorts saved values: first those that all layers save, layer by layer, then the others."""
+    found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
+    kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
+    counts = Counter(kinds.values())
+    most = max(counts.values(), default=0)
+
+    def place(node: Node) -> tuple[str, int]:
+        match = found[node]
+        return kinds[node] if counts[kinds[node]] < most else "", int(match[1]) if match else 0
+
+    return {node: names[node] for node in sorted(names, key=place)}
