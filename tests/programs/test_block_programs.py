@@ -298,8 +298,8 @@ def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> Non
 
     program = compiled(stateful)
     lines = [line.strip() for line in program.source.splitlines()]
-    assert "layer(x_i, in.layers[i], x_5_i, out.layers[i], layer_sum_kept_i, caller);" in lines
-    hand_over = 'HW_CHECK(hw::take_over({"kept_", member, "_updated"}, in.layers[member].kept, out.layers[member].kept_updated, caller));'
+    assert "layer(x_i, in.layers[i], x_5_i, out.layers[i], layer_sum_kept_ + i * M, caller);" in lines
+    hand_over = 'HW_CHECK(hw::take_over({"kept_", member, "_updated"}, in.layers[member].kept, each.kept_updated, caller));'
     assert [lines.count("take_over(in, out, caller);"), lines.count(hand_over)] == [1, 1]
     assert "LayerOutputs layers[4];" in program.sources["program.h"]
     for rows in (7, 6, 1):
