@@ -147,7 +147,7 @@ def test_errors_are_listed() -> None:
     assert all(issubclass(getattr(hw.errors, name), Exception) for name in dir(hw.errors))
 
 
-def test_a_misspelt_variable_is_told() -> None:
+def test_a_misspelt_variable_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="HOSTWEAVE_CACHEE is set, but hostweave reads no such variable; did you mean HOSTWEAVE_CACHE?"):
         warn_of_misspelt({"HOSTWEAVE_CACHEE": "/tmp", "HOSTWEAVE_CACHE": "/tmp", "HOSTWEAVE_MINE": "1"})
     read = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'environ[^"\n]*"(HOSTWEAVE_\w+)"', path.read_text())}
@@ -178,7 +178,7 @@ def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
     assert named[1:] == ["fused", "decorate", "program", "<lambda>", "normalised"]
 
 
-def test_a_type_error_of_the_users_own_stays() -> None:
+def test_a_type_error_of_the_user_is_not_changed() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         fused(lambda x: x + len("a") + (1 + "a"))  # type: ignore[operator]
 
@@ -300,7 +300,7 @@ TAKES = "the program takes x: f32[M@x, K], w: f32[K, N]"
         ((X,), {"v": W}, f"program: unknown argument v; {TAKES}"),
     ],
 )
-def test_arrays_that_are_no_call(given: tuple[Any, ...], named: dict[str, Any], message: str) -> None:
+def test_wrong_numbers_and_names_of_arrays(given: tuple[Any, ...], named: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         PRODUCT.run(*given, **named)
     assert str(caught.value) == message

@@ -27,7 +27,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hostweave {hw.__version__}\n"
 
 
-def test_the_version_stands_once() -> None:
+def test_the_version_is_defined_once() -> None:
     assert "version" in PROJECT["project"]["dynamic"]
     source = (ROOT / PROJECT["tool"]["scikit-build"]["metadata"]["version"]["input"]).read_text()
     assert re.findall(r'(?m)^__version__ = "(.*)"$', source) == [hw.__version__]

@@ -33,7 +33,7 @@ USERS: dict[str, tuple[str, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_its_user_is_told_how_to_install_it(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_command_that_installs_the_package(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, use, message = USERS[user]
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackage, match=f"^{re.escape(message)}$"):
@@ -84,7 +84,7 @@ def imports(path: Path) -> Iterator[str]:
             yield node.args[0].value
 
 
-def test_none_is_imported_in_another_way() -> None:
+def test_only_one_function_imports_optional_packages() -> None:
     """Only one function imports optional packages. Exceptions are `hostweave.torch`, which imports PyTorch, and code that finds a
     package in sys.modules."""
     others = {EXAMPLES, BENCHMARKS, RUNTIME, PACKAGE / "torch"}

@@ -33,7 +33,7 @@ def test_the_contributors_guide_names_files_that_are_there() -> None:
         assert (ROOT / link).exists(), link
 
 
-def test_the_version_stands_in_the_citation_and_the_changelog() -> None:
+def test_the_citation_and_the_changelog_have_the_version() -> None:
     assert f"\nversion: {hw.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {hw.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

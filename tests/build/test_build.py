@@ -55,7 +55,7 @@ def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = find_target("cpu").toolchain()
     at_once = threading.Barrier(3, timeout=20)
 
@@ -110,7 +110,7 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
         _load_library.__wrapped__(library.path)
 
 
-def test_a_library_that_is_none(empty_cache: Path) -> None:
+def test_a_file_that_is_not_a_library(empty_cache: Path) -> None:
     def make_text(folder: Path) -> None:
         (folder / "libtext.so").write_text("no library")
 
@@ -142,7 +142,7 @@ def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pyte
     np.testing.assert_array_equal(second.run(x=X), X + X)
 
 
-def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
+def test_a_cache_entry_has_sources_log_and_module(empty_cache: Path) -> None:
     program = hw.compile(doubled)
     assert (program.folder / "program.cpp").read_text() == program.source
     assert (program.folder / "program.hw").read_text() == program.host_ir
@@ -293,7 +293,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
-def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
+def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
     """If a constant changes, only a kernel is compiled again. If the name of a value changes, the host program is compiled too."""
     request.getfixturevalue(folder)
 
@@ -437,7 +437,7 @@ def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
 
 
 @needs_cuda
-def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
+def test_an_error_in_a_kernel_names_its_line(tmp_path: Path) -> None:
     found = find_target("cuda").toolchain()
     assert isinstance(found.kernel_compiler, Nvrtc)
     kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]

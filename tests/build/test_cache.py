@@ -61,7 +61,7 @@ def test_an_interrupted_build_leaves_nothing() -> None:
     assert not list((cache.root() / "locks").iterdir())
 
 
-def test_clear_takes_entries_and_nothing_else() -> None:
+def test_clear_removes_only_entries() -> None:
     cache.get_or_make("a", make_text("a"))
     cache.get_or_make("objects/b", make_text("bb"))
     (cache.root() / "mine").mkdir()
@@ -240,7 +240,7 @@ def test_folders_are_the_users_alone() -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "a", "objects", "objects/b"])
-def test_nothing_is_taken_from_others(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_users_are_not_loaded(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.get_or_make("a", make_text("a"))
     cache.get_or_make("objects/b", make_text("b"))
     name, planted = "objects/b" if "objects" in folder else "a", cache.root() / folder
@@ -288,7 +288,7 @@ def refuse(number: int) -> Callable[[Path], object]:
     return make
 
 
-def test_a_cache_that_cannot_be_used_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = "; set HOSTWEAVE_CACHE to a folder that you own, with enough space"
     with pytest.raises(BuildError, match=r"^the cache cannot be used: .*/program\.cpp: No space left on device; free space on that disk"):
         cache.get_or_make("a", refuse(errno.ENOSPC))
@@ -346,7 +346,7 @@ def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "1 EB", "1e9", "٣"])
-def test_a_limit_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
     with pytest.raises(
         BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is not a size; write a size such as 500 MB or 10 GB$"

@@ -442,7 +442,7 @@ def test_sizes_that_are_missing() -> None:
     assert str(caught.value) == "@ag_matmul_flat: the size N is not given: give one for each of M, K, N"
 
 
-def test_extents_that_are_whole_at_no_size() -> None:
+def test_sizes_that_are_never_integers() -> None:
     halves = "%a = chunk %x[0: 0 of 2]\n%s = slice %x[0: (M - 1) from 1]\n%b = chunk %s[0: 0 of 2]\ncopy %x -> %y"
     with pytest.raises(ProgramError) as caught:
         check(host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))

@@ -52,7 +52,7 @@ def test_speed() -> None:
     assert min(seconds) < 0.1
 
 
-def test_the_garbage_collector_goes_on_after_a_check() -> None:
+def test_the_garbage_collector_is_enabled_after_a_check() -> None:
     copied = host_text.parse("host @f(%x: f32[N]) -> (%y: f32[N]) mesh(x=1) {\n  copy %x -> %y\n}\n")
     check(copied)
     assert gc.isenabled()

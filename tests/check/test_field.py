@@ -68,7 +68,7 @@ def test_exp_is_a_random_function_elsewhere() -> None:
     assert RANDOM_EXP.exp(x - x).element.tolist() == [[1] * 4]
 
 
-def test_lanes_come_apart_where_a_value_decides() -> None:
+def test_sets_of_inputs_are_computed_separately_if_a_value_is_read() -> None:
     x, at = Exact(np.arange(6).reshape(2, 3)), Exact(np.array([0, 2]))
     with pytest.raises(NeedsSingleLane):
         int(at)

@@ -39,7 +39,7 @@ def test_an_empty_view_has_no_bytes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_layouts_cover_what_numpy_covers(seed: int) -> None:
+def test_byte_layouts_equal_those_of_numpy(seed: int) -> None:
     draw = random.Random(seed)
     whole = np.arange(4 * 6 * 5, dtype=np.int8).reshape(4, 6, 5)
     view = whole[tuple(slice(draw.randrange(2), draw.randrange(2, 5)) for _ in range(3))]
@@ -150,7 +150,7 @@ def test_sums_of_several_sizes_that_must_divide() -> None:
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 
 
-def test_sizes_that_no_search_finds_end_it() -> None:
+def test_a_search_without_a_solution_ends() -> None:
     text = "host @t(%x: f32[A, B, C], %w: f32[D]) -> (%y: f32[(2*A + 2*B + 2*C - 2*D + 1)/2]) mesh(x=1) {\n}"
     assert set(minimal_sizes(host_text.parse(text))) == set("ABCD")
 

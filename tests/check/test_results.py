@@ -80,7 +80,7 @@ def test_names_the_first_pass_with_another_result() -> None:
     assert (name, op.kind) == ("fold_epilogues", "add")  # the matmul adds its bias
 
 
-def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from hostweave import pipeline
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
@@ -99,7 +99,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("wrong", [2, 5])
-def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_value_that_differs_is_named(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One error is in a pass on fusions, and another in the second call of a function of a host program."""
     from hostweave import pipeline
 
@@ -189,7 +189,7 @@ def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
     assert "is not what the fusion computes" in fault(fusion, replace(host, kernels=tuple(kernels)))
 
 
-def test_the_other_branch_is_taken_where_only_large_sizes_take_it() -> None:
+def test_branches_for_large_sizes_are_executed() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M", "K@x"])
     def sums(x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, axis=1) * 2

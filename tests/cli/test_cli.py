@@ -205,7 +205,7 @@ def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
     )
 
 
-def test_inspect_takes_the_host_ir_beside_the_sources(capsys: Captured, tmp_path: Path) -> None:
+def test_inspect_reads_the_host_ir_of_a_program_folder(capsys: Captured, tmp_path: Path) -> None:
     text = output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.hw")
     assert text == golden("ag_matmul_p2p", list(STAGES)[-1])
     file = tmp_path / "program.hw"
@@ -214,7 +214,7 @@ def test_inspect_takes_the_host_ir_beside_the_sources(capsys: Captured, tmp_path
 
 
 @pytest.mark.parametrize("stage", ["input", "choose_overlap", "propagate_copies"])
-def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
+def test_inspect_continues_from_ir_text(capsys: Captured, stage: str) -> None:
     file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
     without_lines = re.sub(r" *// \w+\.py:.*\n", "", golden_source("ag_matmul_p2p", "program.cpp"))
     assert without_lines in output_of(capsys, "inspect", str(file))
@@ -335,7 +335,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert not cache.entries()
 
 
-def test_a_build_that_goes_on_is_no_leftover(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_build_is_not_removed(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
 
     def make(folder: Path) -> None:
@@ -360,7 +360,7 @@ def test_json_of_a_compile_a_check_and_an_explanation(capsys: Captured, tmp_path
     assert json.loads(output_of(capsys, "explain", str(program), *sizes, "--overlap", "off", "--json"))["choices"] == []
 
 
-def test_check_says_what_is_proven(capsys: Captured) -> None:
+def test_check_prints_the_proven_properties(capsys: Captured) -> None:
     out = output_of(capsys, "check", P2P, *AT_FOUR).splitlines()
     assert out[0] == "ag_matmul_p2p on mesh(x=4): no race, no deadlock, no unmatched communication on any rank"
     assert out[1] == "its results are those of the fusion"
@@ -387,7 +387,7 @@ def test_shells_complete_commands_and_options(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("setting", [("NO_COLOR", "1"), ("TERM", "dumb"), None])
-def test_colours_are_for_terminals_that_want_them(setting: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_depend_on_the_terminal(setting: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -402,7 +402,7 @@ def test_doctor(capsys: Captured) -> None:
     assert any(line.startswith("cpu") and "target cpu is ready" in line for line in lines)
 
 
-def test_export_to_what_is_no_folder(capsys: Captured, tmp_path: Path) -> None:
+def test_export_to_a_file(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert main(["export", P2P, str(tmp_path / "file")]) == 1
     error = capsys.readouterr().err
@@ -418,7 +418,7 @@ def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyP
     assert capsys.readouterr().err == f"hostweave: {missing}\n"
 
 
-def test_the_command_is_installed_and_knows_its_commands() -> None:
+def test_the_help_lists_all_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "hostweave", "--help"], capture_output=True, text=True, check=True)
     for command in ("demo", "compile", "check", "explain", "inspect", "timeline", "export", "bench", "doctor", "cache"):
         assert f"\n    {command} " in result.stdout

@@ -94,7 +94,7 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
     return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
-def test_one_that_finds_no_gap_comes_first() -> None:
+def test_a_buffer_without_a_gap_is_placed_first() -> None:
     """In a sequence of gated layers, the fourth buffer is placed before the fifth, although the fifth is larger."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
@@ -173,7 +173,7 @@ def test_streams_keep_apart_until_they_are_joined() -> None:
     assert placed.offsets[:2] == placed.offsets[2:4]
 
 
-def test_a_buffer_that_comes_again_lends_its_bytes_in_between() -> None:
+def test_bytes_of_a_reallocated_buffer_are_shared_in_between() -> None:
     events = ArenaEvents()
     again, between = events.new(), events.new()
     events.allocate(again, 1024)

@@ -172,7 +172,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
+def test_each_rank_receives_each_missing_block_once(pair: str) -> None:
     """The number of blocks that are sent equals the number of blocks that destination ranks lack."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)

@@ -95,7 +95,7 @@ def test_numbers(value: float, dtype: object, cpp: str) -> None:
     assert number(value, dtype) == cpp  # type: ignore[arg-type]
 
 
-def test_a_branch_knows_its_condition() -> None:
+def test_a_branch_uses_its_condition() -> None:
     text, i, n = integers(), Var("i"), Var("n")
     assert text.expr((i - 1) % 4) == "(i - 1 + 4) % 4"
     with text.given(binary(">", i, 0)):

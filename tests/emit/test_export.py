@@ -169,7 +169,7 @@ def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
     assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y", "differs between ranks");' in main
 
 
-def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
+def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
     with_kernels, without = hw.compile(FUSIONS["matmul_rs_flat"]), hw.compile(FUSIONS["ag_matmul_p2p"])
     (tmp_path / "notes.txt").write_text("mine")
     with_kernels.export(tmp_path)

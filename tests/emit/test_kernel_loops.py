@@ -42,19 +42,19 @@ def column_sums(x):
     ],
     ids=str,
 )
-def test_a_thread_takes_as_many_neighbours_as_one_access_may(spec: Any, is_wide: str, width: int) -> None:
+def test_vector_width_is_that_of_the_widest_access(spec: Any, is_wide: str, width: int) -> None:
     text = kernels(added, a=spec, b=spec)
     assert f"  if ({is_wide}) {{\n    compute(hw::Width<{width}>());" in text
     assert "  } else {\n    compute(hw::Width<1>());" in text
 
 
-def test_an_odd_number_of_elements_is_taken_one_by_one() -> None:
+def test_an_odd_number_of_elements_is_not_vectorised() -> None:
     text = kernels(added, a=hw.bf16[3, 5], b=hw.bf16[3, 5])
     assert "kWidth" not in text
     assert "y[i] = hw::bf16(float(a[i]) + float(b[i]));" in text
 
 
-def test_a_row_that_is_broadcast_is_taken_along() -> None:
+def test_a_broadcast_row_is_vectorised() -> None:
     text = kernels(added, a=hw.bf16["M", "N"], b=hw.bf16["N"])
     assert "const int64_t j = element % Index(N);" in text
     assert "const auto b_j = hw::load<kWidth>(b + j);" in text
@@ -79,7 +79,7 @@ def test_a_row_that_is_broadcast_is_taken_along() -> None:
         (1 << 16, 1 << 15, "int64_t", ["hw::aligned(a, b, y): hw::Width<4>()", "hw::Width<1>()"]),
     ],
 )
-def test_indices_that_are_divided_have_32_bits_where_these_hold_them(rows: Any, columns: int, index: str, ways: list[str]) -> None:
+def test_divided_indices_have_32_bits_if_they_fit(rows: Any, columns: int, index: str, ways: list[str]) -> None:
     text = kernels(added, a=hw.f32[rows, columns], b=hw.f32[columns])
     assert f"for ({index} element : hw::over_grid" in text
     found = re.findall(r"(?:if \((.*)\) )?\{\n +compute\((.*)\);", text)
@@ -92,7 +92,7 @@ def test_a_broadcast_column_is_read_once() -> None:
     assert "if (hw::aligned(a, y)) {" in text
 
 
-def test_elements_that_are_scattered_are_read_one_by_one() -> None:
+def test_strided_elements_are_read_one_by_one() -> None:
     text = kernels(lambda x: hw.permute_dims(x, (2, 1, 0)) * 2.0, x=hw.f32["M", 3, 64])
     assert "[j * 64 + (k + e) * 192 + i] * 2.0f;" in text
     assert "if (M % 4 == 0 && 3 * M % 4 == 0 && hw::aligned(y) && " in text
@@ -112,7 +112,7 @@ def test_narrow_or_mixed_transposes_have_no_tiles(columns: Any) -> None:
 
 
 @pytest.mark.parametrize(("length", "threads"), [(4096, 128), (5120, 160), (8192, 256)])
-def test_threads_hold_a_row_of_known_length(length: int, threads: int) -> None:
+def test_a_row_of_known_length_is_in_registers(length: int, threads: int) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
     for width in (8, 1):
         assert f"compute(hw::Row<{length}, {threads}, {width}>());" in text
@@ -122,7 +122,7 @@ def test_threads_hold_a_row_of_known_length(length: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize(("length", "condition"), [("N", "N % 8 == 0 && hw::aligned(x, y)"), (4104, "hw::aligned(x, y)")])
-def test_a_row_that_does_not_come_out_even_is_held_where_it_fits(length: Any, condition: str) -> None:
+def test_a_row_of_uneven_length_is_in_registers_if_it_fits(length: Any, condition: str) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
     ways = re.findall(r"if \((.*)\) \{\n +compute\((hw::\w+<8>)", text)
     assert ways == [(f"{condition} && hw::RowUpTo<8>::fits({length})", "hw::RowUpTo<8>"), (condition, "hw::LongRow<8>")]
@@ -143,7 +143,7 @@ def test_a_row_of_unknown_length_that_is_read_once_is_not_held() -> None:
         (32768, hw.bf16, ["x_ij"]),
     ],
 )
-def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, held: list[str]) -> None:
+def test_operands_of_later_loops_are_loaded_with_the_row(length: int, dtype: Any, held: list[str]) -> None:
     text = kernels(hw.layer_norm, x=dtype["M", length], weight=dtype[length], bias=dtype[length])
     assert re.findall(r"auto (\w+) = row\.load\(", text) == held
     assert text.index(f"{held[-1]} = row.load(") < text.index("row.reduce(")
@@ -212,13 +212,13 @@ def test_elements_of_columns_that_fill_no_tiles_are_stored_by_one_thread() -> No
     assert "over_columns" not in kernels(squares_and_sums, x=hw.bf16["M", 4088], scales=hw.bf16["M"])
 
 
-def test_sums_of_few_terms_take_neighbours() -> None:
+def test_sums_of_few_terms_are_vectorised() -> None:
     text = kernels(column_sums, x=hw.bf16[4, "N"])
     assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n      auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
     assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
 
 
-def test_sums_of_gathered_rows_take_neighbours_of_a_row() -> None:
+def test_sums_of_gathered_rows_are_vectorised() -> None:
     """The index and the factor of a row are read once for all elements of a vector. The operand is read only at the gathered rows."""
 
     def combined(x, places, weights):
@@ -396,7 +396,7 @@ def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [8, 64, 4096])
-def test_columns_beside_vectors(columns: int, target: str) -> None:
+def test_column_sums_of_any_width(columns: int, target: str) -> None:
     @hw.fusion(x=hw.f32["M", columns], scales=hw.f32["M"])
     def both(x, scales):
         return (*squares_and_sums(x, scales), scaled_sums(x, scales))

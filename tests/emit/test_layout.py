@@ -5,7 +5,7 @@ from __future__ import annotations
 from hostweave.emit.layout import COLUMNS, format_cpp
 
 
-def test_blocks_are_indented_and_blank_lines_go_from_their_ends() -> None:
+def test_blocks_are_indented_without_blank_lines_at_their_ends() -> None:
     text = "namespace a {\n\nvoid f() {\n\nfor (;;) {\nif (x) {\na();\n} else {\nb();\n}\n}\n\n}\n\n}  // namespace a\n"
     lines = format_cpp(text).splitlines()
     assert lines[:3] == ["namespace a {", "", "void f() {"]
@@ -38,7 +38,7 @@ def test_long_calls_break_between_arguments() -> None:
     assert lines[1].startswith(" " * len("HW_CHECK(call(") + "argument_")
 
 
-def test_a_call_that_fits_on_a_line_of_its_own_goes_there() -> None:
+def test_a_call_that_fits_on_the_next_line_is_moved_there() -> None:
     call = f"call({'a' * 60}, {'b' * 52}, c)"
     assert format_cpp(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
 
@@ -49,7 +49,7 @@ def test_an_expression_without_commas_is_broken_after_the_equals_sign() -> None:
     assert format_cpp(f"add({'a' * COLUMNS});\n") == f"add({'a' * COLUMNS});\n"
 
 
-def test_a_condition_and_launch_bounds_stay_on_lines_of_their_own() -> None:
+def test_conditions_and_launch_bounds_have_separate_lines() -> None:
     call = f"call({'a' * 60}, {'b' * 52});"
     assert format_cpp(f"void f() {{\nif (is_here_) {call}\n}}\n") == f"void f() {{\n  if (is_here_)\n    {call}\n}}\n"
     kernel = f"kernel(const float* {'a' * 40}, float* {'b' * 40}) {{"
@@ -104,7 +104,7 @@ def test_the_colon_of_a_condition_begins_no_initializers() -> None:
     assert format_cpp(f"HW_CHECK(call({first}, {second}));\n") == broken
 
 
-def test_a_comment_that_would_be_too_long_beside_others_begins_another_column() -> None:
+def test_a_long_comment_begins_another_column() -> None:
     members = [f"int {name};  // {comment}\n" for name, comment in (("b", "x" * 80), ("cccc", "x" * 80), ("a" * 60, "x"))]
     lines = format_cpp(f"struct S {{\n{''.join(members)}}};\n").splitlines()
     assert [line.index("//") for line in lines[1:4]] == [13, 13, 69]

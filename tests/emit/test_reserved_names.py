@@ -165,7 +165,7 @@ def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_dims_named_as_what_an_exchange_declares() -> None:
+def test_dims_with_names_of_variables_of_an_exchange() -> None:
     names = ("source", "target", "kSources", "kTargets", "peer", "route", "guard", "stream")
     fields = {f"x_{name}": hw.f32[f"{name}@x", "source"] for name in names}
 
@@ -195,6 +195,6 @@ def test_a_function_of_the_user_that_generated_code_uses() -> None:
 
 
 @pytest.mark.parametrize("name", ["a\n#error", "", "1", "x-y", "é"])
-def test_a_mesh_axis_that_is_no_name(name: str) -> None:
+def test_an_invalid_name_of_a_mesh_axis(name: str) -> None:
     with pytest.raises(ProgramError, match="is not a name; use letters, digits and _"):
         hw.Mesh(**{name: 2})

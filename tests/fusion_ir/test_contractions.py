@@ -111,7 +111,7 @@ def test_einsum_refuses(subscripts: Any, shapes: tuple[str, ...], message: str) 
     assert text == f"einsum: {subscripts!r}: {message}"
 
 
-def test_einsum_of_what_is_no_tensor() -> None:
+def test_einsum_of_a_number() -> None:
     with pytest.raises(ProgramError, match=r"1\.0 is not a tensor of this fusion; make it an input"):
         traced(lambda x: hw.einsum("ab,b->a", x, 1.0), "ab")
 

@@ -73,7 +73,7 @@ def test_each_fusion_traces_a_block_for_itself() -> None:
         assert [function.mesh for function in made.functions] == [mesh]
 
 
-def test_a_call_whose_result_nobody_uses_goes_and_its_block_with_it() -> None:
+def test_an_unused_call_and_its_block_are_removed() -> None:
     @hw.block(**TYPES)
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.matmul(x, w)

@@ -51,7 +51,7 @@ def test_the_form_of_the_text() -> None:
     )
 
 
-def test_everything_that_a_line_may_hold() -> None:
+def test_all_attributes_of_a_line() -> None:
     text = """\
 fusion @f(%x: f32[M, M, 4], %mask: bool[M]) {
   %a: f32[M, M, 4] stream(1, 2, across_shards) = add(%x, -inf)
@@ -114,7 +114,7 @@ def test_garbled_text_is_never_another_error() -> None:
                 Fusion.parse(garbled)
 
 
-def test_a_program_that_means_nothing_names_its_line() -> None:
+def test_an_invalid_op_names_its_line() -> None:
     with pytest.raises(ProgramError) as caught:
         Fusion.parse("fusion @f(%x: f32[M, K], %w: f32[J, N]) {\n  %y: f32[M, N] = matmul(%x, %w)\n  return %y\n}\n")
     assert str(caught.value).startswith("text:2: matmul: inner dims differ: f32[M, K] x f32[J, N]; ")

@@ -122,7 +122,7 @@ def test_unused_ops_are_removed() -> None:
     assert ops(trace("hw.exp(x)\nreturn -x", x=X)) == ["%y: bf16[M, K] = negative(%x)", "return %y"]
 
 
-def test_numbers_take_the_dtype_of_the_tensor() -> None:
+def test_numbers_get_the_dtype_of_the_tensor() -> None:
     assert ops(trace("return 1 - x", x=X))[0] == "%y: bf16[M, K] = subtract(1.0, %x)"
     assert ops(trace("return x * -3", x='hw.i32["M"]'))[0] == "%y: i32[M] = multiply(%x, -3)"
     assert ops(trace("return hw.where(x < 0, x, float('-inf'))", x=X))[:2] == [
@@ -170,7 +170,7 @@ def test_a_name_has_no_spaces_and_a_mesh_is_one() -> None:
         hw.fusion(mesh=hw.f32["M"])
 
 
-def test_tensor_says_what_it_is() -> None:
+def test_attributes_of_a_tensor() -> None:
     @hw.fusion(x=hw.bf16["M", 4])
     def f(x: hw.Tensor) -> hw.Tensor:
         assert x.shape == ("M", 4)

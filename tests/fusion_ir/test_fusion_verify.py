@@ -78,7 +78,7 @@ def test_a_fusion_returns_something() -> None:
         verify_fusion(replace(fusion, outputs=()))
 
 
-def test_inputs_hold_whole_values() -> None:
+def test_inputs_cannot_be_partial() -> None:
     with pytest.raises(ProgramError, match=r"fusion @f: input %x can be neither streamed nor partial; stream a copy of it$"):
         Fusion.parse(text("%y: f32[4] = negative(%x)", inputs="%x: f32[4] partial(sum, x)"))
 
@@ -230,7 +230,7 @@ def test_steps_of_reshards(ops: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "right", "wrong", "message"), WRONG)
-def test_facts_that_do_not_take_the_operand_to_the_result(step: int, right: str, wrong: str, message: str) -> None:
+def test_steps_that_do_not_match_their_types(step: int, right: str, wrong: str, message: str) -> None:
     assert right in STEPS[step]
     with pytest.raises(ProgramError) as caught:
         verify_fusion(Fusion.parse(steps_text(STEPS[step].replace(right, wrong))), after="decompose_reshards")
@@ -272,7 +272,7 @@ def test_bodies_of_kernels() -> None:
         verify_ops(fusion.inputs, fusion.ops[1:])
 
 
-def test_the_user_sees_his_own_line() -> None:
+def test_an_error_names_the_users_line() -> None:
     with pytest.raises(ProgramError, match=r"^test_fusion_verify.py:\d+: negative: not defined for bool; "):
         hw.fusion(x=hw.bool_[4])(lambda x: -x)
 

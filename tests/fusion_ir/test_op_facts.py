@@ -234,7 +234,7 @@ def test_every_op_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", ["iota", "fill"])
-def test_a_rank_makes_its_shard_of_what_follows_from_its_index(kind: str) -> None:
+def test_a_rank_computes_its_shard_from_indices(kind: str) -> None:
     case = of_kind(kind)
     assert OPS[kind].follows_index
     whole = case.run(case.operands[0])

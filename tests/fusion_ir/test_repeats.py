@@ -79,7 +79,7 @@ def test_text_and_numpy() -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_calls_that_repeat_are_one(backward: bool) -> None:
+def test_repeated_calls_become_one_repeat(backward: bool) -> None:
     fusion = layers(5, backward)
     assert str(fusion).count(" = repeat @layer(") == 1
     assert " call " not in str(fusion)
@@ -210,7 +210,7 @@ def test_a_repeat_needs_no_group() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
-def test_calls_take_the_tensor_before_theirs(count: int, backward: bool) -> None:
+def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
     """The backward pass uses the input of each layer, which is a result of the previous layer. Gradients are resharded where they are
     used."""
 
@@ -251,7 +251,7 @@ def test_calls_take_the_tensor_before_theirs(count: int, backward: bool) -> None
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_all_that_is_carried_can_be_returned(backward: bool) -> None:
+def test_carried_values_can_be_returned(backward: bool) -> None:
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.clip(x * w, -1, 1)
@@ -299,7 +299,7 @@ def taken_again(
 
 @pytest.mark.parametrize("donate", [(), ("x",)])
 @pytest.mark.parametrize("both", [("before", "after"), ("after",), ("before",)])
-def test_operands_and_results_of_all_calls_are_taken_again(both: Sequence[str], donate: Sequence[str]) -> None:
+def test_operands_and_results_of_all_calls_are_used_again(both: Sequence[str], donate: Sequence[str]) -> None:
     model = taken_again(both, donate)
     assert str(model).count(" repeat ") == 2
     check(lower(model, Options()), fusion=model)

@@ -103,7 +103,7 @@ def test_every_stage_parses_back_equal(lowered: Lowered) -> None:
         assert type(stage).parse(str(stage)) == stage
 
 
-def test_text_with_loops_goes_on_after_them(lowered: Lowered) -> None:
+def test_text_with_loops_compiles_from_there(lowered: Lowered) -> None:
     formed = [stage for stage in lowered.stages.values() if isinstance(stage, Fusion) and any(op.result.stream for op in stage.all_ops)]
     again = lower(Fusion.parse(str(formed[-1])), OPTIONS.get(lowered.name, Options())) if formed else lowered.host
     assert str(again) == str(lowered.host)

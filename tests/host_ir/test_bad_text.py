@@ -144,7 +144,7 @@ BAD_HOSTS = {
 
 
 @pytest.mark.parametrize(("source", "message"), BAD_HOSTS.items(), ids=map(str, range(len(BAD_HOSTS))))
-def test_a_host_text_that_asks_for_too_much(source: str, message: str) -> None:
+def test_a_host_text_with_excessive_sizes(source: str, message: str) -> None:
     start = time.monotonic()
     with pytest.raises(ProgramError, match=message):
         read_host(source)

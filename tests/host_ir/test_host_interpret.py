@@ -117,7 +117,7 @@ def test_a_group_is_one_operation() -> None:
     np.testing.assert_array_equal(np.concatenate([o["y"] for o in outputs]), x[::-1])
 
 
-def test_a_send_that_meets_no_recv() -> None:
+def test_a_send_without_a_recv() -> None:
     host = host_text.parse(PAIR.replace("  recv %y from 1 - rank.x on x\n", ""))
     with pytest.raises(ExecutionError) as caught:
         interpret(host, {"x": np.zeros((2, 4))})

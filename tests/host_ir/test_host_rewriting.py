@@ -33,7 +33,7 @@ def lines(body: tree.Body) -> list[str]:
     return [line.strip() for line in str(replace(PROGRAM, body=body)).splitlines()[1:-1]]
 
 
-def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
+def test_edits_of_an_instruction_and_of_its_body() -> None:
     (at_loop, loop), (at_block, block), (at_copy, _) = the(ir.For), the(ir.OnStream), the(ir.Copy)
     edited = tree.edited(PROGRAM.body, {at_loop: (ir.Fork("ring"), loop), at_block: (block, ir.Join("ring")), at_copy: ()})
     assert lines(edited) == [
@@ -63,7 +63,7 @@ def test_an_edit_is_of_one_place() -> None:
     assert [len(i.body) for i in tree.edited(again, {3: ()}) if isinstance(i, ir.OnStream)] == [1, 0]
 
 
-def test_a_rule_that_gives_what_compares_equal() -> None:
+def test_a_rule_whose_result_compares_equal() -> None:
     """A rule takes effect even if its result compares equal: 0.0 == -0.0, and comparison of instructions ignores locations."""
     negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
     assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]

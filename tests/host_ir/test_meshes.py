@@ -340,7 +340,7 @@ def with_kernel(takes: str, gives: str) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", ["fusion", "host"])
-def test_the_meshes_of_what_a_kernel_takes_and_gives(kind: str, takes: str, gives: str, why: str) -> None:
+def test_meshes_of_operands_and_results_of_a_kernel(kind: str, takes: str, gives: str, why: str) -> None:
     def verify(source: str) -> None:
         if kind == "fusion":
             text = "fusion @p(%x: f32[M]) mesh(x=4) {\n  %y: f32[M] = kernel @k(%x)\n  return %y\n}\n"

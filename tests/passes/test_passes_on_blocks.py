@@ -110,7 +110,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
     ]
 
 
-def test_a_size_that_one_body_needs_to_be_even_is_so_in_all() -> None:
+def test_a_size_that_one_body_needs_even_is_even_in_all_bodies() -> None:
     text = """\
 function @total(%x: f32[M@x, E]) {
   %y: f32[M@x, E] = collective_permute(%x, axis=0, sources=(1, 0))
@@ -126,7 +126,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
     assert lower(Fusion.parse(text.replace("collective_permute(%x, axis=0, sources=(1, 0))", "exp(%x)")), Options()).uneven == ("M",)
 
 
-def test_each_body_has_events_of_its_own() -> None:
+def test_each_body_has_separate_events() -> None:
     text = (
         RING
         + RING.replace("@layer", "@other").replace("negative", "exp")
@@ -247,7 +247,7 @@ fusion @f(%x: f64[N, 6@a], %w: f64[6@b, N]) mesh(a=2, b=3) {
     assert joined(bodies(program)) == program
 
 
-def test_a_block_that_orders_its_channels_is_no_matter_of_its_caller() -> None:
+def test_a_caller_ignores_the_channel_order_inside_a_block() -> None:
     text = """\
 function @sums(%x: f32[M@dp, K@tp]) {
   %a: f32[M] async = sum(%x, axis=(1,))
@@ -354,7 +354,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
     check(HostProgram.parse(seen["fuse_kernels"]))
 
 
-def test_stacked_weights_are_passed_as_they_lie() -> None:
+def test_slices_of_stacked_weights_are_passed_without_a_copy() -> None:
     text = LAYER + (
         "fusion @f(%x: f32[4, M@x, E]) mesh(x=2) {\n"
         "  %x_3: f32[M, E] = select(%x, axis=0, index=3)\n"

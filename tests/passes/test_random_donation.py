@@ -69,7 +69,7 @@ def late_copies(host: HostProgram) -> Iterator[HostProgram]:
 
 
 @pytest.mark.filterwarnings(*IGNORED)
-def test_copies_that_come_too_late_are_refused() -> None:
+def test_copies_after_an_overwrite_are_refused() -> None:
     refused = 0
     for seed in range(60):
         host = checked(Donating(seed).fusion(), Options())

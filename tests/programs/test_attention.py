@@ -215,7 +215,7 @@ def test_the_scores_are_never_in_memory() -> None:
         np.testing.assert_allclose(got[0, 1, row].astype(np.float64), weights @ k[0, 0, : row + 1] / weights.sum(), 2e-2, 2e-2)
 
 
-def test_the_instruction_takes_f32() -> None:
+def test_the_instruction_supports_f32() -> None:
     host = HostProgram.parse(
         """host @f(%q: f32[2, 3, 5, 7], %k: f32[2, 1, 9, 7], %v: f32[2, 1, 9, 3]) -> (%y: f32[2, 3, 5, 3], %l: f32[2, 3, 5]) mesh(x=1) {
   attention %q, %k, %v scaled 0.3 diagonal 4 window 6 -> %y lse %l
@@ -318,7 +318,7 @@ def test_mistakes_in_host_ir(text: str, why: str) -> None:
     assert why in str(error.value)
 
 
-def test_a_row_that_sees_nothing_is_an_error() -> None:
+def test_a_row_without_visible_columns_is_an_error() -> None:
     @hw.fusion(q=hw.bf16["B", 4, "S", 16], k=hw.bf16["B", 4, "T", 16])
     def blind(q, k):  # type: ignore[no-untyped-def]
         return hw.attention(q, k, k, "bottom_right", window=4)

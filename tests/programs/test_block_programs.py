@@ -209,7 +209,7 @@ def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = 
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> None:
+def test_calls_with_different_weights_are_a_loop_over_structs(ranks: int) -> None:
     fusion = deep(ranks, w="w2_{}_t")
     program = compiled(fusion)
     assert re.search(r"LayerInputs layers\[5\]; +// w2_1_t to b_5", program.sources["program.h"])

@@ -207,7 +207,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_views_beside_loops(ranks: int) -> None:
+def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
     """A donated input is gathered in a chunk loop, or the result that overwrites it is computed in a chunk loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])

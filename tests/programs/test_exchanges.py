@@ -19,7 +19,7 @@ PEER, ONE_SIDED = Options(transport="peer"), Options(transport="one_sided")
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_the_ir_says_the_same(name: str, ranks: int) -> None:
+def test_both_transports_have_the_same_ir(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     host = lower(fusion, PEER)
     assert str(lower(fusion, ONE_SIDED)) == str(host).replace(" peer", " one_sided")
@@ -53,7 +53,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 
 @pytest.mark.parametrize("size", ["M", 7, 12])
 @pytest.mark.parametrize("ranks", [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [3, 1]), ([2], [0, 4])], ids=str)
-def test_blocks_of_different_sizes_move_whole(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
+def test_blocks_of_different_sizes_are_gathered_first(size: int | str, ranks: tuple[list[int], list[int]]) -> None:
     """Remote reads need blocks of equal size. A dim with blocks of several sizes is gathered before the read, and sliced after it."""
     mesh = hw.Mesh(x=5)
     before, after = (mesh.ranks(some, y=len(some)) for some in ranks)
@@ -82,7 +82,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
     expect(turned, arrays, [rank["y"] for rank in interpret(host, arrays)], exact=True)
 
 
-def test_a_named_size_that_ranks_do_not_divide_moves_by_reading() -> None:
+def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
     """The call compiles a variant in which the size is an int."""
     mesh = hw.Mesh(x=3)
 
@@ -95,7 +95,7 @@ def test_a_named_size_that_ranks_do_not_divide_moves_by_reading() -> None:
 
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
-def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
+def test_no_stage_waits_for_a_later_communication(is_1f1b: bool) -> None:
     """Forward and backward passes of micro-batches through stages of one rank each, in either order of the program."""
     count, batches = 3, 4
     mesh = hw.Mesh(x=count)

@@ -71,7 +71,7 @@ def test_layouts() -> None:
         expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
 
 
-def test_a_result_takes_the_memory_of_what_it_is_computed_from() -> None:
+def test_a_result_reuses_the_memory_of_its_operand() -> None:
     @hw.fusion(x=hw.f32["T", 16], u=hw.f32[16, 8], v=hw.f32[16, 8], w=hw.f32[16, 8], r=hw.f32["T", 8])
     def shared(x, u, v, w, r):  # type: ignore[no-untyped-def]
         p = hw.matmul(x, u)
@@ -145,7 +145,7 @@ def test_both_sides_are_checked() -> None:
         assert min(rows) <= ir.FEW_ROWS < max(rows)
 
 
-def test_the_kernels_know_how_many_rows_are_few() -> None:
+def test_limits_of_rows_are_equal_in_python_and_cpp() -> None:
     threads = (RUNTIME / "include/hostweave/threads.h").read_text()
     found = re.findall(r"(?:kFewRows|kFewScaledRows|kProducts) = (\d+);", threads)
     assert found == [str(ir.FEW_ROWS), str(ir.FEW_SCALED_ROWS), str(ir.PRODUCTS)]

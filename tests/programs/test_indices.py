@@ -274,7 +274,7 @@ def test_bits_of_ranks_are_gathered_when_they_are_reduced() -> None:
     ]
 
 
-def test_bits_go_to_another_mesh_and_through_a_loop() -> None:
+def test_bit_reductions_in_a_loop_and_on_another_mesh() -> None:
     mesh = hw.Mesh(x=4)
 
     @hw.fusion(mesh=mesh, words=hw.u64["M@x", "N"])

@@ -71,7 +71,7 @@ def test_a_second_call_allocates_nothing() -> None:
     assert (after["allocations"], after["live_bytes"]) == (before["allocations"], before["live_bytes"])
 
 
-def test_the_arena_is_as_large_as_the_plan_says() -> None:
+def test_the_arena_has_the_planned_size() -> None:
     fusion = fusion_of("two_loops", RANKS, 3, hw.bf16)
     sizes = sizes_of(fusion, 8)
     arrays = integer_arrays(fusion, sizes, seed=0)

@@ -58,7 +58,7 @@ def test_every_routing(ranks: int, transport: str) -> None:
         expect(interpret(hosts["moe_training"], given), hosts["moe_training"], (y, *gradients))
 
 
-def test_tokens_travel_once_each_way() -> None:
+def test_tokens_are_sent_once_in_each_direction() -> None:
     """Tokens are all-gathered, and the sums of the ranks are reduce-scattered. All other communication is of ids and weights."""
     sent = [i for i in tree.walk(lower(programs(4)["moe"], Options()).body) if isinstance(i, ir.Communication)]
     assert [type(i) for i in sent].count(ir.ReduceScatter) == 1

@@ -103,7 +103,7 @@ def test_dropped_from_more_variants(name: str, variant: Variant) -> None:
         test_dropped(*row.values)
 
 
-def test_dropped_turns() -> None:
+def test_dropped_order_of_channels() -> None:
     fusion = fusion_of("matmul_ar_ag", 3, 5, hw.bf16)
     calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(CALLS)]
     rejected = {}

@@ -56,7 +56,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
                 expect(fusion, arrays, results, exact=True)
 
 
-def test_programs_take_turns_on_one_channel() -> None:
+def test_several_programs_on_one_channel() -> None:
     fusions = [fusion_of(name, 3, 3, hw.bf16) for name in ("mlp_put", "ag_matmul_pull")]
     for seed in range(3):
         for fusion in fusions:
@@ -75,7 +75,7 @@ def test_a_closed_program_leaves_its_channel_to_others() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", [*ONE_SIDED, *WHOLLY])
-def test_the_ir_says_the_same(name: str, ranks: int) -> None:
+def test_text_and_interpreter_of_one_sided_programs(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     host = lower(fusion, options_of(name))
     check(host)
@@ -87,7 +87,7 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 9])
-def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
+def test_one_kernel_adds_received_terms_and_computes_the_consumer(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
     assert len(launches) == (1 if ranks <= 8 else 2)  # more than 8 terms are added by a separate kernel

@@ -106,7 +106,7 @@ def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-def test_every_one_is_needed_of_keys_that_travel() -> None:
+def test_every_one_is_needed_for_keys_in_a_loop() -> None:
     host = lower(keys_in_a_loop(3, "put", hw.bf16), Options())
     assert any(isinstance(i, ir.Get) for i in tree.walk(host.body))
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -122,14 +122,14 @@ def weights(is_computed: bool, sharded: hw.TensorType = hw.f32["K@dp", "K"]) -> 
 
 
 @pytest.mark.parametrize("way", ["put(1)", "get(1)"])
-def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
+def test_every_one_is_needed_for_an_asynchronous_gather(way: str) -> None:
     host = lower(weights(way == "get(1)"), Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}))
     assert " peer" in str(host)
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
 @pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
-def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) -> None:
+def test_every_one_is_needed_for_products_by_shards(way: str) -> None:
     """The first matmul uses the local shard, so the others must wait for arriving shards."""
     transport = "two_sided" if way == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
@@ -138,7 +138,7 @@ def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) 
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-def test_every_one_is_needed_of_a_gather_that_is_needed_next() -> None:
+def test_every_one_is_needed_for_consecutive_gathers() -> None:
     """The caller's stream copies the local shard during the transfer, and another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
@@ -201,7 +201,7 @@ def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("by", ["put", pytest.param("get", marks=pytest.mark.slow)])
-def test_a_schedule_shows_what_the_check_sees(by: str) -> None:
+def test_mutants_that_the_check_rejects_fail_in_a_schedule(by: str) -> None:
     host = HostProgram.parse(HEAD + BY[by])
     check(host)
     assert not any(fails(compiled(host), host, seed) for seed in range(SEEDS))

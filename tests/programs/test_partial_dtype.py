@@ -60,7 +60,7 @@ host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) 
 """
 
 
-def test_a_matmul_gives_its_sum_unrounded() -> None:
+def test_a_matmul_returns_its_sum_in_f32() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])
     def product(x, w):
         return hw.matmul(x, w)

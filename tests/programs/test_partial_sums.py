@@ -62,7 +62,7 @@ def test_on_ranks(mesh: hw.Mesh) -> None:
         program.close()
 
 
-def test_norms_of_what_is_far_from_zero() -> None:
+def test_variance_of_values_far_from_zero() -> None:
     """The variance is accurate if it is small compared with the mean, because differences from the global mean are squared."""
 
     @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])

@@ -204,7 +204,7 @@ def on_ranks(function: Callable[[int], Any]) -> list[Any]:
     return provider.run(call)
 
 
-def test_ranks_pass_and_get_none_for_what_is_elsewhere() -> None:
+def test_arguments_on_other_ranks_are_none() -> None:
     want = np.maximum(GIVEN["x"] @ GIVEN["w1"], 0) @ GIVEN["w2"]
 
     def call(rank: int) -> tuple[Array | None, Array | None]:

@@ -93,7 +93,7 @@ def test_delayed_scales(scaling: str) -> None:
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
-def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
+def test_quantisation_is_fused_with_its_producer(made: str, scaling: str) -> None:
     """Quantisation per row, or with an earlier scale, is in the kernel that computes the values. The kernel also writes row maxima, which
     a second kernel reduces."""
 
@@ -150,7 +150,7 @@ def test_mistakes() -> None:
     fails(r"the scale is f32\[M, 2\], but .* needs f32\[M, 1\]; pass that", s=hw.f32["M", 2])
 
 
-def test_gathers_leave_the_kernel_whole() -> None:
+def test_gathers_do_not_split_the_kernel() -> None:
     """One kernel computes values and scales, also if both are gathered in one group, or the gather is pipelined with matmuls."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", 8192], g=hw.bf16[8192], w=hw.f8e4m3["7168@x", 8192], t=hw.f32["7168@x", 1])

@@ -320,7 +320,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
     assert y.shape == (m, n)
 
 
-def test_sizes_that_tensor_cores_lack() -> None:
+def test_sizes_that_tensor_cores_do_not_support() -> None:
     """Products whose int sizes are not multiples of 16 are composed. For a size that is known only at the call, this is an error."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])

@@ -133,7 +133,7 @@ TOO_SMALL = [
 
 
 @pytest.mark.parametrize(("take", "size", "message"), TOO_SMALL)
-def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tensor], size: int, message: str) -> None:
+def test_a_slice_beyond_the_size_of_a_call(take: Callable[[hw.Tensor], hw.Tensor], size: int, message: str) -> None:
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: -take(x))
     with pytest.raises(ArgumentError) as caught:
         compiled(fusion).run(x=np.zeros(size, np.float32))

@@ -20,7 +20,7 @@ def numbered(table: hw.Tensor, ids: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor,
     return hw.embedding(ids, table), hw.where(rows[:, None] >= hw.iota(x, 1), x, 0.0), hw.reshard(rows + 1, "S@tp")
 
 
-def test_no_kernel_makes_the_whole() -> None:
+def test_no_kernel_computes_the_whole_iota() -> None:
     host = lower(numbered, Options())
     launches = [i for i in tree.walk(host.body) if tree.names(i, "launch")]
     assert len(launches) == 4  # the lookup, its all_reduce, the mask and the indices

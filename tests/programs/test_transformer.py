@@ -193,7 +193,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if base(name) in ("mlp", "swiglu")])
-def test_no_layer_copies_what_it_has(name: str) -> None:
+def test_layers_have_no_copies(name: str) -> None:
     """If shards are even, each value is computed in the memory from which its consumer reads it."""
     host = lowered(programs(VARIANTS[2])[name])
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]

@@ -131,7 +131,7 @@ def test_blocks_share_sources() -> None:
 
 
 @pytest.mark.parametrize("make", [rows, flat])
-def test_both_irs_hold_the_source(make: Any) -> None:
+def test_both_irs_contain_the_source(make: Any) -> None:
     fusion = make(2)
     assert Fusion.parse(str(fusion)) == fusion
     host = lowered(fusion)

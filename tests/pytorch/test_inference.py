@@ -103,7 +103,7 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
-def test_parameters_are_read_where_they_lie(plan: str) -> None:
+def test_parameters_are_read_in_place(plan: str) -> None:
     """Parameters are read in place. Blocks of columns are copied, and copied again after a write to the parameter."""
 
     class Scaled(nn.Module):
@@ -349,7 +349,7 @@ def test_other_modules(make: type[nn.Module], arguments: Any, plan: dict[str, st
         torch.testing.assert_close(compiled(*arguments), module(*arguments), rtol=1e-4, atol=1e-5)
 
 
-def test_the_last_word_of_a_pattern_is_that_of_a_name() -> None:
+def test_the_last_component_of_a_pattern_matches_that_of_a_name() -> None:
     mesh = hw.Mesh(dp=2, tp=2)
     found = layouts({"blocks.*": "dp, -", "blocks.*.[13].weight": "-, tp", "*ast.bias": "tp"}, Residuals(), {}, mesh)
     assert set(found.outputs) == {"blocks.0", "blocks.1", "blocks.2"}

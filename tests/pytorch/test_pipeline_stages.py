@@ -222,7 +222,7 @@ def test_order_of_zero_bubble() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("stages", "places", "microbatches"), [(1, 1, 1), (2, 2, 1), (4, 4, 8), (4, 2, 2), (12, 4, 8), (8, 8, 3)])
-def test_each_action_is_behind_those_that_it_needs(schedule: str, stages: int, places: int, microbatches: int) -> None:
+def test_actions_follow_the_actions_they_depend_on(schedule: str, stages: int, places: int, microbatches: int) -> None:
     if schedule in ("1f1b", "interleaved"):
         schedule = "interleaved" if stages > places else "1f1b"
     actions = schedule_of(schedule, stages, places, microbatches)

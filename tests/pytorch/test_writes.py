@@ -111,7 +111,7 @@ def test_a_returned_argument_keeps_its_memory() -> None:
     assert returned.data_ptr() == x.data_ptr()
 
 
-def test_a_buffer_that_each_rank_has_whole_is_not_written_in_part() -> None:
+def test_a_replicated_buffer_with_a_sharded_plan_is_refused() -> None:
     module = nn.BatchNorm1d(8).train()
     threads = hw.Threads(2)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"running_mean": "tp"}, (torch.ones(4, 8),))

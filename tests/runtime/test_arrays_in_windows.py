@@ -75,7 +75,7 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
+def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
     """Inputs in any memory are put into landing buffers of the program. %h is gathered to an output, so peers read it."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
@@ -101,7 +101,7 @@ def test_in_random_schedules() -> None:
             provider.run(rank)
 
 
-def test_the_ir_says_it() -> None:
+def test_the_ir_names_arrays_in_windows() -> None:
     fusion, program = shared(2)
     host = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "v", "w", "h"))).host
     assert host.windows == ("x", "w", "v", "h")

@@ -142,7 +142,7 @@ def test_threads_share_a_bound_program() -> None:
         np.testing.assert_array_equal(result, X @ W + B)
 
 
-def test_threads_that_are_one_rank_take_turns() -> None:
+def test_calls_of_threads_of_one_rank_are_ordered() -> None:
     """Calls of several threads for the same rank run one after another, also the first calls, whose sizes differ."""
     program, wrong = affine_on(1), []
     bound = program.bind(w=W, b=B)

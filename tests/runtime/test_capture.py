@@ -96,7 +96,7 @@ SEEDS = 4
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
-def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
+def test_a_captured_call_depends_only_on_the_capture(name: str, ranks: int) -> None:
     """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
     In a pipeline, in which a rank waits only for some other ranks, a rank may launch while others still capture.

@@ -163,7 +163,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
     assert of_rank(report, 2) == "  rank 2: ag_matmul: 1 calls, 1 done"
 
 
-def test_ctrl_c_says_where_the_ranks_stand(tmp_path: Path) -> None:
+def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
         time.sleep(6)  # until the rank waits in its call; the fault lasts for 20 seconds
@@ -237,7 +237,7 @@ def test_ranks_that_have_reached_a_collective() -> None:
     assert "has begun on x, and so have all ranks that it waits for" in describe([[first]] * 4)[1]
 
 
-def test_a_rank_that_never_comes_as_a_thread() -> None:
+def test_a_missing_rank_that_is_a_thread() -> None:
     late = threading.Event()
 
     def rank(rank: int) -> None:

@@ -71,7 +71,7 @@ class Held:
     """An object that a reference cycle would keep alive."""
 
 
-def test_work_gives_and_raises_what_it_does_and_keeps_nothing() -> None:
+def test_work_returns_raises_and_keeps_no_references() -> None:
     gc.disable()
     try:
         assert interruptibly(lambda: threading.current_thread().name) == "hostweave task"
@@ -93,7 +93,7 @@ def test_work_gives_and_raises_what_it_does_and_keeps_nothing() -> None:
         gc.enable()
 
 
-def test_interrupted_work_stops_where_it_asks(interrupts: Callable[[float], threading.Timer]) -> None:
+def test_interrupted_work_stops_at_its_next_check(interrupts: Callable[[float], threading.Timer]) -> None:
     ended = []
 
     def work() -> None:
@@ -137,7 +137,7 @@ def test_a_second_interrupt_does_not_wait_for_the_end(interrupts: Callable[[floa
         timer.join()
 
 
-def test_work_that_takes_too_long_is_left() -> None:
+def test_work_that_exceeds_its_time_limit() -> None:
     ended = threading.Event()
     with pytest.raises(TimeoutError):
         within(0.2, lambda: ended.wait(60))

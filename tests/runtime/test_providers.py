@@ -142,7 +142,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
         ),
     ],
 )
-def test_an_environment_that_does_not_say_enough(environ: dict[str, str], message: str) -> None:
+def test_an_incomplete_environment(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         Environment(environ)
     assert str(caught.value) == message
@@ -160,7 +160,7 @@ def test_the_default_provider(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- providers --------------------------------------------------------------------------------------------------------
 
 
-def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
+def test_ranks_of_threads_are_assigned_and_released() -> None:
     provider = Threads(2)
     assert provider.rank_and_count("a") == provider.rank_and_count("b") == (0, 2)
     assert in_threads(1, lambda _: provider.rank_and_count("a")) == [(1, 2)]
@@ -200,7 +200,7 @@ def test_a_thread_that_raises_ends_the_waiting_of_the_others() -> None:
     assert provider.run(lambda rank: len(meet(provider.store("default", 60), "default", rank, 3, 60).entries)) == [3] * 3
 
 
-def test_processes_meet_over_tcp() -> None:
+def test_rendezvous_of_processes_over_tcp() -> None:
     script = """
 from hostweave.runtime.providers import Environment
 from hostweave.runtime.rendezvous import meet

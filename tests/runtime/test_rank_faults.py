@@ -102,7 +102,7 @@ def late() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_rank_that_never_comes(late: threading.Event) -> None:
+def test_a_rank_that_never_calls_the_program(late: threading.Event) -> None:
     def rank(rank: int) -> Any:
         AG_MATMUL(x_of(rank), W)
         if rank == 2:
@@ -382,7 +382,7 @@ def test_processes_agree_before_anything_is_sent() -> None:
     assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
 
 
-def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> None:
+def test_processes_compare_sizes_at_every_call_with_verify_calls() -> None:
     verified = hw.compile(ag_matmul, options=hw.Options(verify_calls=True))
 
     def rank(group: hw.Group) -> list[str]:

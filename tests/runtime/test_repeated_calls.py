@@ -104,7 +104,7 @@ def test_changes_of_a_numpy_array_are_detected(checks: list[str]) -> None:
         PROGRAM(x, kept, w)
 
 
-def test_a_mask_is_seen_beside_memory_that_was_seen_before(checks: list[str]) -> None:
+def test_a_masked_array_on_known_memory_is_refused(checks: list[str]) -> None:
     x, kept, w = (array.numpy().copy() for array in arrays())
     out = np.zeros_like(x)
     PROGRAM(x, kept, w, out=(None, out))

@@ -388,7 +388,7 @@ class Closed:
         raise ValueError("the file is closed")
 
 
-def test_arrays_that_nobody_can_pass() -> None:
+def test_objects_that_are_not_arrays() -> None:
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1))
     with pytest.raises(hw.errors.ArgumentError, match="x: expected an array, got Closed"):
         program.run(x=Closed())

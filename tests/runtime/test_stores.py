@@ -171,7 +171,7 @@ def test_the_port_of_another_job_is_passed_over(server: TcpServer) -> None:
         one.close()
 
 
-def test_a_port_that_is_taken_is_passed_over() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         free = rf"no port from {port} to {port} is free for the store of rank 0 .*; set another HOSTWEAVE_PORT on all ranks"
@@ -188,7 +188,7 @@ def test_no_server_to_reach() -> None:
         TcpStore([("127.0.0.1", port)], "job", 0.2)
 
 
-def test_a_server_that_closes_says_goodbye(server: TcpServer) -> None:
+def test_a_closing_server_informs_its_clients(server: TcpServer) -> None:
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     store.set("key", b"value")
     with soon(server.close), pytest.raises(StoreClosed):
@@ -255,7 +255,7 @@ input()
     store.close()
 
 
-def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
+def test_more_descriptors_than_select_supports(tcp_store: TcpStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2000), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -272,7 +272,7 @@ def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int) -> None:
+def test_a_value_that_is_set_while_its_reader_times_out(server: TcpServer, turns: int) -> None:
     """A value may be set while its reader times out. In any order of events, the reader gets the value or None, without an error."""
 
     async def race() -> bytes | None:
@@ -307,7 +307,7 @@ def test_the_store_listens_at_the_address_asked_for_alone(host: str) -> None:
         server.close()
 
 
-def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"node0": "127.0.0.5", "own": "127.0.1.1", "far": "192.0.2.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (names[host], 0))])
     monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", property(lambda address: str(address) == "127.0.1.1"))
@@ -320,7 +320,7 @@ def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> N
         TcpServer([("far", 0)], "job")
 
 
-def test_names_of_jobs_and_tokens_count_whole() -> None:
+def test_names_of_jobs_and_tokens_are_compared_completely() -> None:
     name = "j" * 100
     server = TcpServer([("127.0.0.1", 0)], name + "a", "token")
     for job, token in ((name + "b", "token"), (name + "a", ""), (name + "a", "tokem"), (name + "atoken", "")):

@@ -60,7 +60,7 @@ def test_a_failure_of_one_rank_stops_the_others_and_is_the_one_that_is_raised(te
     assert team.broken
 
 
-def test_an_error_before_ranks_meet_stops_nobody(team: Team) -> None:
+def test_an_error_before_a_collective_stops_no_rank(team: Team) -> None:
     done = []
 
     def work(rank: int) -> None:

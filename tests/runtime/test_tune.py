@@ -69,7 +69,7 @@ def known(program: hw.Program) -> dict[str, int]:
 ENTRY = name_of("algorithms", "cpu", "0")
 
 
-def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
+def test_the_fastest_algorithm_is_measured_cached_and_used() -> None:
     program, threads, given = hw.compile(mlp, options=hw.Options(tune=True)), hw.Threads(2), arrays(20)
     met = threading.Barrier(2)
 
@@ -108,7 +108,7 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     assert lookup(ENTRY) is None  # a modified entry is not used
 
 
-def test_nothing_is_measured_unless_that_is_asked_for() -> None:
+def test_algorithms_are_measured_only_on_request() -> None:
     given = arrays(21)
     np.testing.assert_array_equal(hw.compile(mlp).run(**given), wanted(**given))
     assert runs()[1:] == [0, 0]
@@ -135,7 +135,7 @@ class Module:
         self.algorithms.update(algorithms)
 
 
-def test_ranks_that_are_processes_take_what_the_first_of_them_knows() -> None:
+def test_processes_use_the_algorithms_of_the_first_rank_that_has_them() -> None:
     modules = [Module(a=1), Module(a=2, b=2), Module(b=3, c=3)]
     measured = [MeasuredAlgorithms(module, "a GPU of no machine") for module in modules]  # type: ignore[arg-type]
     records: list[str] = []
@@ -146,7 +146,7 @@ def test_ranks_that_are_processes_take_what_the_first_of_them_knows() -> None:
     assert [module.algorithms for module in modules] == [{name: bytes([n]) * 64 for name, n in zip("abc", (1, 2, 3), strict=True)}] * 3
 
 
-def test_ranks_that_are_threads_keep_what_they_find_at_the_same_time() -> None:
+def test_threads_save_measurements_at_the_same_time() -> None:
     module = Module()
 
     def on_rank(rank: int) -> None:

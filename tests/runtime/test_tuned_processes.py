@@ -49,6 +49,6 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 """
 
 
-def test_one_rank_alone_binds_arrays_anew(tmp_path: Path) -> None:
+def test_only_one_rank_binds_new_arrays(tmp_path: Path) -> None:
     """If only one rank binds new arrays, ranks exchange nothing. A separate cache has no measurements of other tests."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]

@@ -52,7 +52,7 @@ P2P = """host @p2p(%x: f32[M@x, K], %w: f32[K, N]) -> (%y: f32[M, N]) mesh(x=2) 
 """
 
 
-def test_marks_are_around_all_that_works() -> None:
+def test_marks_are_around_all_instructions_with_work() -> None:
     text = str(marked(HostProgram.parse(P2P)))
     group = "group {\n          recv %x_gathered from %p on x\n          send %x to (rank.x - %i) % 2 on x\n        }"
     expected = P2P.replace(group, f"mark\n        {group}\n        mark")
@@ -189,7 +189,7 @@ def test_mistakes() -> None:
 # --- clocks of ranks --------------------------------------------------------------------------------------------------
 
 
-def test_ranks_are_moved_until_none_receives_what_was_not_sent() -> None:
+def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
     """The clock of rank 1 starts 100 us late, so rank 1 seems to receive before rank 0 sends."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)

@@ -288,7 +288,7 @@ def test_another_number_of_ranks() -> None:
         made.predict(sizes, ranks={"dp": 4})
 
 
-def test_a_mesh_of_two_axes_is_told_by_name() -> None:
+def test_ranks_of_a_mesh_of_two_axes_need_names() -> None:
     fusion = hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "N@tp"])(lambda x: -x)
     made = hw.compile(fusion, options=hw.Options(check=False))
     with pytest.raises(ProgramError, match=r"has 2 axes; give the size of each by name, as in ranks=\{'dp': 2, 'tp': 2\}"):

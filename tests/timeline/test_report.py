@@ -83,7 +83,7 @@ def test_the_picture_is_xml_with_a_box_an_event(report: Report) -> None:
     assert {"rank 0, caller", "rank 1, puts[0]", "matmul y_2_i", "0 us"} <= by_name
 
 
-def test_boxes_of_one_lane_lie_side_by_side(report: Report) -> None:
+def test_boxes_of_one_lane_do_not_overlap(report: Report) -> None:
     root = ElementTree.fromstring(report.svg())
     lanes: dict[str, list[tuple[float, float]]] = {}
     for box in root.iter(f"{SVG}rect"):
@@ -136,7 +136,7 @@ def test_the_graph_has_a_row_for_each_value(report: Report) -> None:
     assert w.source == ""
 
 
-def test_functions_are_rows_of_their_own() -> None:
+def test_functions_have_separate_rows() -> None:
     @hw.block(x=hw.f32["M", "E"], w=hw.f32["E", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.relu(hw.matmul(x, w))

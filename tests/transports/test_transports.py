@@ -34,7 +34,7 @@ def by_mail(program: HostProgram, *names: str) -> HostProgram:
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) {\n"
 
 
-def test_a_transport_carries_what_it_says() -> None:
+def test_a_transport_supports_its_declared_calls() -> None:
     program = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     verify_host(program)
     with pytest.raises(ProgramError, match=r"all_reduce sum %x -> %y on x: channel x is mail, which supports only recv, send$"):
@@ -79,7 +79,7 @@ def test_a_send_waits_for_its_recv_where_they_are_a_rendezvous() -> None:
     check(by_mail(program, "x"))
 
 
-def test_channels_take_turns_where_both_hold_multiprocessors() -> None:
+def test_channels_are_ordered_if_both_occupy_multiprocessors() -> None:
     head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N], %z: f32[4, N]) mesh(x=2, dp=2) streams(ring[2]) {\n"
     program = host_text.parse(
         f"""{head}

@@ -21,7 +21,7 @@ def part(ranks: range) -> Size:
     return Size(1, (LocalSize(M, ("x",), WORLD.ranks(ranks)),))
 
 
-def test_a_cut_of_a_whole_dim_and_of_a_part() -> None:
+def test_cuts_of_a_dim_and_of_a_part() -> None:
     assert Cut(4, M).starts({"M": 10}) == [0, 3, 6, 9, 10]
     assert Cut(4, M).starts({"M": 2}) == [0, 1, 2, 2, 2]
     assert Cut(4, M).starts({"M": 0}) == [0, 0, 0, 0, 0]

@@ -37,6 +37,6 @@ def test_keys_and_values_are_one_gather_whose_chunks_are_attended_to() -> None:
     assert host.count("recv ") == 1
 
 
-def test_chunks_that_are_not_the_blocks_of_ranks_stay() -> None:
+def test_chunks_other_than_blocks_of_ranks_are_not_changed() -> None:
     assert changes(attend_by_blocks, attending(4)) == ""
     assert changes(attend_by_blocks, attending(2, 4)) == ""

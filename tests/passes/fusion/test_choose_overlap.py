@@ -244,7 +244,7 @@ def test_error(program: tuple[str, str], stated: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_gathers_of_other_shards_stand_before_the_loop() -> None:
+def test_gathers_with_another_number_of_shards_precede_the_loop() -> None:
     """An iteration uses a slice of every shard, so all operands of the loop must have the same number of shards."""
     check(
         choose_overlap,
@@ -335,7 +335,7 @@ def test_a_block_of_a_sharded_dim_is_not_there() -> None:
         ),
     ],
 )
-def test_no_loop_over_what_ranks_share_unevenly(inputs: str, ops: str, why: str) -> None:
+def test_no_loop_over_uneven_shards(inputs: str, ops: str, why: str) -> None:
     with pytest.warns(OverlapWarning) as caught:
         made = choose_overlap(fusion(inputs, ops), Options())
     assert [str(each.message) for each in caught] == [f"{why}, so that there is no loop; pad the dim to a multiple"]

@@ -182,7 +182,7 @@ def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
     assert [op.kind for op in program.ops] == [op.kind for op in fusion(inputs, after, mesh="x=8, y=2").ops]
 
 
-def test_sizes_decide_between_ways() -> None:
+def test_sizes_select_the_steps() -> None:
     inputs = "%x: f32[M@x, K]"
     body = """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
         %y: f32[K@y] = reshard(%s)"""
@@ -223,7 +223,7 @@ def test_a_reduced_value_cannot_become_partial() -> None:
     )
 
 
-def test_a_returned_value_that_others_read_is_computed_under_its_own_name() -> None:
+def test_a_returned_value_with_other_uses_keeps_its_name() -> None:
     before = """%a: f32[M@x, K] = exp(%x)
         %b: f32[M@x, K] = negative(%a)
         %y: f32[M@x, K] pinned = reshard(%a)

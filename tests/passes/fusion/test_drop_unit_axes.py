@@ -19,7 +19,7 @@ def summed(mesh: hw.Mesh) -> hw.Fusion:
     return summed
 
 
-def test_an_axis_of_one_rank_goes() -> None:
+def test_an_axis_of_one_rank_is_removed() -> None:
     fusion = summed(hw.Mesh(a=2, b=1))
     assert (
         changes(drop_unit_axes, fusion)

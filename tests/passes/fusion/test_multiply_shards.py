@@ -125,7 +125,7 @@ def test_the_model_decides() -> None:
     assert names_of(choice_of(2, columns=False, transport="two_sided")) == ["none", "all_gather(2)"]
 
 
-def test_only_products_that_alone_take_it() -> None:
+def test_only_weights_with_one_use_are_multiplied_by_shards() -> None:
     assert names_of(choice_of(2, columns=True, use="twice")) == ["put(1)", "none"]
     assert not choice_of(2, columns=True, use="twice", transport="two_sided")
 

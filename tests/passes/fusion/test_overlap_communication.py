@@ -154,7 +154,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_beside_the_rest(case: str) -> None:
+def test_asynchronous_communication(case: str) -> None:
     check(overlap_communication, *CASES[case])
 
 
@@ -197,7 +197,7 @@ def test_times() -> None:
     assert times == pytest.approx({"g": 386, "t": 0, "y": 1352, "z": 2 + 2 * 2**27 / H200.memory * 1e6}, rel=1e-2)
 
 
-def test_a_gather_with_nothing_beside_it() -> None:
+def test_a_gather_that_overlaps_with_nothing() -> None:
     """A gather that overlaps with nothing uses copy engines if they are faster than NCCL, or if another gather of the program uses
     them."""
     inputs, before, _ = next(iter(CASES.values()))

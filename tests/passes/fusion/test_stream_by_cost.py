@@ -47,7 +47,7 @@ def test_large_rows_overlap_and_small_ones_do_not(program: tuple[str, str], rank
 
 
 @pytest.mark.parametrize("program", [GATHER, SCATTER])
-def test_sends_and_recvs_are_not_taken_from_4_ranks_on(program: tuple[str, str]) -> None:
+def test_sends_and_recvs_are_not_chosen_on_4_or_more_ranks(program: tuple[str, str]) -> None:
     for ranks in (4, 8):
         for columns in (1280, 7168, 28672):
             assert taken(program, ranks, transport="two_sided", sizes={**LARGE, "N": columns}) == ["none"]
@@ -82,7 +82,7 @@ def test_rows_that_ranks_share_unevenly_are_summed_in_sequence() -> None:
     ("size", "message"),
     [(7, "%h of f32[M/2, 2]: M/2: 2 does not divide 7; state a size that is divisible"), (2, "(M - 4) = -2; state larger sizes")],
 )
-def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
+def test_impossible_typical_sizes(size: int, message: str) -> None:
     @hw.fusion(x=hw.f32["M"])
     def f(x: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         h = hw.reshape(x, "M/2", 2)
@@ -145,7 +145,7 @@ def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
     assert taken((inputs, ops + rest)) == ["none"]
 
 
-def test_a_sum_that_goes_on_takes_what_is_read_more() -> None:
+def test_a_sum_is_fused_with_its_consumer() -> None:
     """The kernel that uses the sum also adds the terms that were put to the rank. The sum is neither written nor read again."""
     inputs, ops = SCATTER
     residual = f"{inputs}, %r: bf16[M@x, N]", ops + "\n%z: bf16[M@x, N] = add(%r, %y)"

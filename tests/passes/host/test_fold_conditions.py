@@ -76,7 +76,7 @@ def test_fold_conditions(case: str) -> None:
     assert fold_conditions(result, Options()) is result
 
 
-def test_a_simpler_condition_says_the_same() -> None:
+def test_a_simplified_condition_has_the_same_value() -> None:
     """The simplified condition has the same value as the original for every index and coordinate."""
     mesh, count = Mesh(a=2, b=1), 4
     terms: list[Expr] = [Const(0), Const(1), Const(3), Var("i"), Coordinate("a"), Coordinate("b")]
@@ -90,7 +90,7 @@ def test_a_simpler_condition_says_the_same() -> None:
             assert bool(evaluate(result, *values)) == bool(evaluate(condition, *values)), f"{condition} is not {result} at {values}"
 
 
-def test_a_quotient_and_what_remains_is_the_number() -> None:
+def test_quotient_and_remainder_give_the_number() -> None:
     i = Var("i")
     assert (i // 2) * 2 + i % 2 == i
     assert isinstance((i // 2) * 3 + i % 2, Binary)

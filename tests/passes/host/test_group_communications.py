@@ -54,7 +54,7 @@ def test_two_all_reduces_of_one_channel() -> None:
     )
 
 
-def test_any_kinds_and_groups_that_are_there() -> None:
+def test_groups_of_any_kinds_and_existing_groups() -> None:
     assert (
         grouped(
             host(
@@ -144,7 +144,7 @@ def test_collectives_of_uneven_shards_share_a_group() -> None:
     assert group_communications(program, Options()) == program
 
 
-def test_a_group_holds_what_its_transport_takes() -> None:
+def test_a_group_has_at_most_the_calls_that_its_transport_accepts() -> None:
     program = host("all_to_all %a -> %p on x\nall_to_all %b -> %q on x\nall_to_all %b -> %r on x")
     text = str(group_communications(posting(program, 8), Options()))  # an all_to_all between two ranks posts 4 calls
     assert text.count("group {") == 1

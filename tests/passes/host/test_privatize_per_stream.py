@@ -26,7 +26,7 @@ def test_gathered_chunks() -> None:
     )
 
 
-def test_a_buffer_that_is_read_behind_the_loop_stays() -> None:
+def test_a_buffer_that_is_read_after_the_loop_is_not_changed() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[4, "2@x", "M", "K"], w=hw.f32["K", "N"])
     def summed(x: Any, w: Any) -> Any:
         gathered = hw.reshard(x, 4, 2, "M", "K")

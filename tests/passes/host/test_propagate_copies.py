@@ -118,7 +118,7 @@ def same_meaning(program: HostProgram, other: HostProgram) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_own_chunks_are_used_where_they_lie(case: str) -> None:
+def test_local_chunks_are_used_in_place(case: str) -> None:
     before, wanted = map(program, CASES[case])
     result = propagate_copies(before, Options())
     assert str(result) == str(wanted)

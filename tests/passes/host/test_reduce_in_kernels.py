@@ -20,7 +20,7 @@ def reduced(rows: int) -> hw.Fusion:
     return reduced
 
 
-def test_a_small_one_goes_into_its_consumer() -> None:
+def test_a_small_all_reduce_is_fused_with_its_consumer() -> None:
     assert (
         changes(reduce_in_kernels, reduced(4))
         == """\

@@ -145,7 +145,7 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     )
 
 
-def test_only_what_is_unordered_takes_turns() -> None:
+def test_only_unordered_communications_are_ordered() -> None:
     before = """\
   %s = allocate f32[2, N]
   all_reduce sum %x -> %s on tp
@@ -284,7 +284,7 @@ def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
     return host_text.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
 
 
-def test_the_first_communication_of_a_step_goes_ahead() -> None:
+def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
     result = in_turn(steps(STEPS))
     verify_host(result)
     check(result)
@@ -414,7 +414,7 @@ def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
     check(result)
 
 
-def test_recvs_of_a_pipeline_go_ahead() -> None:
+def test_recvs_of_a_pipeline_are_issued_early() -> None:
     there = PING_PONG.replace("        send %s_i to rank + 2 on x\n", "").replace("        recv %back_i from rank - 2 on x\n", "")
     there = there.replace("sum %back_i", "sum %v_i")
     result = in_turn(steps(there, PING_PONG_HEADER))

@@ -31,7 +31,7 @@ def kernels(function: Any, **specs: Any) -> list[str]:
     ],
     ids=str,
 )
-def test_rows_then_what_they_came_to(spec: Any, launched: list[str]) -> None:
+def test_rows_are_reduced_before_their_sums(spec: Any, launched: list[str]) -> None:
     assert kernels(lambda x: hw.sum(x), x=spec) == launched
 
 

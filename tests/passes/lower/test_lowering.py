@@ -67,7 +67,7 @@ def test_loops(case: str) -> None:
     assert names_of(flow("%x: f32[M, N]", ops)) == loops
 
 
-def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
+def test_a_gather_joins_the_loop_of_its_consumer() -> None:
     gather = flow("%x: f32[M@x, K], %w: f32[K, N]", "%y: f32[M, N] pinned stream(M, 8) = matmul(%x, %w)")
     (loop,) = gather.fusion.body
     assert isinstance(loop, ChunkLoop)

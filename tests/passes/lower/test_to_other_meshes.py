@@ -46,7 +46,7 @@ def test_nothing_is_propagated_to_another_mesh() -> None:
     )
 
 
-def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
+def test_a_transfer_of_a_slice_reads_the_whole_tensor() -> None:
     check(
         decompose_reshards,
         f"%x: f32[M, K] {ON_A}",
@@ -92,7 +92,7 @@ STREAMED = f"""%h: f32[M, K] {ON_A} = negative(%x)
 %y: f32[M, K] {ON_B} stream(M, 4) = negative(%t)"""
 
 
-def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
+def test_a_transfer_of_whole_blocks_joins_the_loop_of_its_consumer() -> None:
     check(
         choose_overlap,
         f"%x: f32[M, K] {ON_A}",
@@ -239,7 +239,7 @@ def test_a_block_for_several_ranks_is_sent_once() -> None:
     assert "broadcast_to_others" not in each
 
 
-def test_a_partial_is_reduced_to_one_rank_that_spreads_it() -> None:
+def test_a_partial_sum_is_reduced_to_one_rank_and_broadcast() -> None:
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
           %s: f32[K] {ON_A} partial(sum, x) = sum(%x, axis=(0,))
@@ -253,7 +253,7 @@ def test_a_partial_is_reduced_to_one_rank_that_spreads_it() -> None:
     ]
 
 
-def test_as_many_ranks_hand_on_what_they_have() -> None:
+def test_equal_shards_are_sent_from_rank_to_rank() -> None:
     body = lowered(f"fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M@x, K] {ON_B} pinned = reshard(%x)\n  return %y\n}}\n")
     assert (
         body
@@ -293,7 +293,7 @@ def test_passes_look_into_on_bodies() -> None:
     assert [type(i).__name__ for i in on.body[-3:]] == ["Copy", "Join", "Copy"]
 
 
-def test_ranks_of_different_meshes_take_turns_apart() -> None:
+def test_channels_of_different_meshes_are_ordered_separately() -> None:
     host = host_text.parse(
         f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(ring[2]) {{
           {ON_A} {{
@@ -330,7 +330,7 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
     assert b == ["Recv"]
 
 
-def test_a_dim_that_divides_arrives_whole_beside_one_that_does_not() -> None:
+def test_an_even_dim_is_received_whole_with_an_uneven_one() -> None:
     program = hw.Mesh(r=13)
     old, new = program.ranks(range(4), a=2, b=2), program.ranks(range(4, 13), c=3, d=3)
     host = lower(

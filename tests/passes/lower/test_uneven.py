@@ -38,12 +38,12 @@ def test_a_stream_over_ints_that_ranks_share_unevenly() -> None:
     assert "for %i" not in str(program)
 
 
-def test_a_reshape_that_merges_what_does_not_divide_has_it_gathered() -> None:
+def test_an_uneven_dim_is_gathered_before_it_is_merged() -> None:
     program = lower(fusion("%x: f32[10@x, 4]", "%y: f32[40@x] = reshape(%x)", mesh="x=4"), Options())
     assert "all_gather %x -> %x_gathered along 0 on x" in str(program)
 
 
-def test_ints_that_need_not() -> None:
+def test_ints_that_may_be_uneven() -> None:
     program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10, K] pinned = reshard(%x)", mesh="x=4"), Options())
     assert [str(size) for size in program.local_type(program.inputs[0]).shape] == ["local(10, x)", "K"]
     given = Fusion.parse("fusion @f(%x: f32[10@x]) mesh(x=4) {\n  %y: f32[10@x] = negative(%x)\n  return %y\n}\n")
