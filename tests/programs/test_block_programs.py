@@ -298,7 +298,7 @@ def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> Non
 
     program = compiled(stateful)
     lines = [line.strip() for line in program.source.splitlines()]
-    assert "layer(x_i, in.layers[i], x_5_i, out.layers[i], layer_sum_kept_ + i * M, caller);" in lines
+    assert f"layer(x_i, in.layers[i], x_5_i, out.layers[i], layer_sum_kept_ + i * {'M' if ranks == 1 else 'M_x'}, caller);" in lines
     hand_over = 'HW_CHECK(hw::take_over({"kept_", member, "_updated"}, in.layers[member].kept, each.kept_updated, caller));'
     assert [lines.count("take_over(in, out, caller);"), lines.count(hand_over)] == [1, 1]
     assert "LayerOutputs layers[4];" in program.sources["program.h"]
