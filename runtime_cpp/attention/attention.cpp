@@ -73,9 +73,9 @@ PlannedAttention::PlannedAttention(const AttentionProblem& p, const AttentionOpt
 
 void Attentions::Plans::prepare(const AttentionProblem& problem) {
   if (problem.sequences < 0)
-    throw ExecutionError("attention: there are no offsets: pass one more than packed sequences, at least 1");
+    throw ExecutionError("attention: the tensor of offsets is empty: pass one offset per packed sequence, and one more");
   if (std::max(problem.q.size, problem.v.size) > kMostHead)
-    throw ExecutionError("attention: heads have at most " + std::to_string(kMostHead) + " elements: use smaller ones");
+    throw ExecutionError("attention: heads have at most " + std::to_string(kMostHead) + " elements: use smaller heads");
   current = known.find(problem, [&] {
     if (!problem.is_empty() && !options.blind_zeros) expect_columns(problem);
     return make(problem);

@@ -65,9 +65,9 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// True if this package's kernels are used, because cuDNN lacks the combination. With a bias it supports only the top-left
-// diagonal, and with lengths only diagonals that start in a corner. If the last rows attend to all columns, it has no window and
-// no backward pass.
+// True if this package's kernels are used, because cuDNN lacks the combination. With a bias, cuDNN supports only the top-left
+// diagonal, and with lengths only diagonals that start in a corner. If the last rows attend to all columns, cuDNN supports no
+// window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -196,7 +196,7 @@ class Engine {
       status = cudnnBackendFinalize(*plan);
       if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // clears the sticky error
     }
-    expect(status, "it has no kernel for these shapes on this GPU; attention of f32 is computed without it: cast the operands");
+    expect(status, "no kernel for these shapes on this GPU; cast the operands to f32, which needs no cuDNN");
   }
 
   cudnnHandle_t handle;

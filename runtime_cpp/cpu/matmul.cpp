@@ -88,7 +88,8 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   if (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2) return "of E5M2 by E5M2";
   if (desc.transpose_a == CUBLAS_OP_N || desc.transpose_b != CUBLAS_OP_N) return "of 8-bit floats that are not TN";
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
-  if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0) return "of 8-bit floats in no multiples of 16";
+  if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0)
+    return "of 8-bit floats with sizes that 16 does not divide";
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 &&
                    b.type == CUDA_R_8F_E4M3;  // up to hw::kFewScaledRows rows, for which the runtime has kernels
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
@@ -109,7 +110,7 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
     return blas_not_supported("cublasLtMatmul of these types");
   if ((desc.compute == CUBLAS_COMPUTE_64F) != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
   if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && (a.type != CUDA_R_32F || b.type != CUDA_R_32F)) {
-    return blas_not_supported("cublasLtMatmul in TF32 of other types than f32");
+    return blas_not_supported("cublasLtMatmul in TF32 of types that are not f32");
   }
   if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
   for (const Layout* layout : {&a, &b, &c, &d}) {

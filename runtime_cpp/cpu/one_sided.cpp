@@ -161,7 +161,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   std::uintptr_t base = 0;
   const Allocation* const allocation = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory), &base);
   if (!allocation || allocation->file < 0) {
-    why = "memory that ncclMemAlloc did not make";
+    why = "memory that ncclMemAlloc did not allocate";
     return nullptr;
   }
   const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - base;

@@ -90,7 +90,7 @@ int SharedGroup::make(std::uint64_t token) {
 std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
                                                std::string& problem) {
   if (size > kRanks) {
-    problem = "a communicator of " + std::to_string(size) + " processes; the CPU device takes " + std::to_string(kRanks);
+    problem = "a communicator of " + std::to_string(size) + " processes; the CPU device allows " + std::to_string(kRanks);
     return nullptr;
   }
   Mapping mapping = map_shared(file, sizeof(Segment) + sizeof(Ring) * size * size);

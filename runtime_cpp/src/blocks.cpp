@@ -18,7 +18,8 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.start[i] = dims[i].start(at);
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
-  // Preceding blocks: for each dim, the elements that start earlier in it and have the same position in the dims before.
+  // The offset counts the elements of preceding blocks. For each dim, they are earlier in it, and in the same block along the
+  // dims before.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];

@@ -111,8 +111,8 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op ends once the ops before it on its stream have ended. Work waits for nothing, so no stream is
-  // reported as stuck at it.
+  // True if an op ends once the ops before it on its stream have ended. Other ops wait for nothing, so no stream is reported as
+  // stuck at them.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -131,9 +131,8 @@ struct CallLog::Calls {
   Milestones milestones;
   std::deque<LoggedCall> calls;  // calls that are not known to be done
   int64_t made = 0, done = 0;
-  std::vector<std::shared_ptr<LoggedOps>>
-      of_application;                // ops of graphs that the application launches, which it may do at any time
-  int64_t launched = 0, landed = 0;  // graph launches by the application: begun, and ended
+  std::vector<std::shared_ptr<LoggedOps>> of_application;  // ops of graphs that the application may launch at any time
+  int64_t launched = 0, landed = 0;                        // graph launches by the application: begun, and ended
   std::map<cudaStream_t, std::string> names;
 
   // Used only by the thread that makes calls.

@@ -192,7 +192,7 @@ struct PeerGroup::State {
           segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for work that waits for the other
         return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank as a process of its own";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
-      if (!opened) return "the GPU has no access to that of rank " + std::to_string(peer) + " of the channel";
+      if (!opened) return "the GPU has no access to the GPU of rank " + std::to_string(peer) + " of the channel";
       close_memory(seat().card, segment->seats[peer].card, opened);
     }
     return "";
@@ -338,8 +338,8 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
       void* const begin = peer == state.rank ? data : open_memory(opened->own, seat.card);
       const std::string named = "rank " + std::to_string(peer) + " of the channel";
       if (seat.bytes != bytes)
-        why = named + " has " + std::to_string(seat.bytes) + " bytes, and this one " + std::to_string(bytes);
-      if (!begin) why = "the GPU has no access to that of " + named;
+        why = named + " has " + std::to_string(seat.bytes) + " bytes, and this rank has " + std::to_string(bytes);
+      if (!begin) why = "the GPU has no access to the GPU of " + named;
       opened->peers.emplace_back(seat.card, peer == state.rank ? nullptr : begin);
       mapping.begins.push_back(static_cast<char*>(begin));
     }

@@ -293,7 +293,9 @@ def test_there_is_an_offset_at_least() -> None:
         return hw.attention(q, q, q, offsets=o)[0]
 
     arrays = random_arrays(packed, {"S": 3, "N": 0}, seed=0)
-    with pytest.raises(ExecutionError, match="attention: there are no offsets: pass one more than packed sequences, at least 1"):
+    with pytest.raises(
+        ExecutionError, match="attention: the tensor of offsets is empty: pass one offset per packed sequence, and one more"
+    ):
         compiled(packed).run(**arrays)
     assert not compiled(packed).run(arrays["q"], np.zeros(1, np.int32)).any()
 

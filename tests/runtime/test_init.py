@@ -441,7 +441,7 @@ def test_communicators_that_the_host_owns(communicator: Callable[[int], int]) ->
     group.close()
     for communicators, message in (
         ({"dp": communicator(1)}, "total: no communicator along tp; pass one for every process group that the program uses"),
-        ({"tp": communicator(2)}, "total: the communicator along tp: is rank 0 of 2, and the mesh has rank 0 of 1 here"),
+        ({"tp": communicator(2)}, "total: the communicator along tp: this rank is rank 0 of 2; the mesh needs rank 0 of 1"),
     ):
         group = hw.init(hw.Communicators(communicators, 0, 1), "owned")
         with pytest.raises(ArgumentError) as caught:

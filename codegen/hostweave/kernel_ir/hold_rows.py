@@ -38,7 +38,7 @@ BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # blocks of a cluster that shares a ro
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
-LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches, because they occupy registers
+LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches into registers
 EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
 
 

@@ -201,7 +201,7 @@ class Loops:
         return dim.strides[self.places.index(place)]
 
     def own(self, size: Size) -> Size:
-        """Expresses a size by the parameter for the outermost size, if it is a multiple of that."""
+        """Expresses a size by the parameter for the outermost size, if it is a multiple of the outermost size."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 

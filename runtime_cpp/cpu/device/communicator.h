@@ -130,7 +130,7 @@ struct ProcessGroup {
 
 // Creation of communicators, and groups of calls.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // valid, and not stopped by a failure
-void wait_for_ops(Lock& lock, ncclComm_t comm);                       // number of ops that this rank has issued
+void wait_for_ops(Lock& lock, ncclComm_t comm);                       // ops that this rank has issued
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all ranks have joined

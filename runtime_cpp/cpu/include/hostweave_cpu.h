@@ -85,7 +85,7 @@ void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
 // Makes cublasLtMatmul report `count` algorithms, for tests of tuning. All compute the same; later ones are faster. The second
-// function returns how often the given one has run since.
+// function returns how often an algorithm has run since.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 

@@ -139,8 +139,8 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
     HW_CHECK(ncclCommCuDevice(comm, &device));
     const auto text = [](int64_t rank, int64_t size) { return "rank " + std::to_string(rank) + " of " + std::to_string(size); };
     if (rank != process_group.rank_in_group || size != process_group.size) {
-      throw ArgumentError("the communicator along " + name + ": is " + text(rank, size) + ", and the mesh has " +
-                          text(process_group.rank_in_group, process_group.size) + " here");
+      throw ArgumentError("the communicator along " + name + ": this rank is " + text(rank, size) + "; the mesh needs " +
+                          text(process_group.rank_in_group, process_group.size));
     }
     if (device != rank_.device()) {
       throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
@@ -173,7 +173,7 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // First end launches that wait for other ranks: only then is a destroyed graph gone, and NCCL waits for that.
+  // Launches that wait for other ranks must end first: until then a destroyed graph exists, and NCCL waits for its end.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;

@@ -24,8 +24,8 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks if the device detects deadlocks. If one rank left before another came, a deadlock of the latter would go
-// undetected.
+// Barrier of all ranks if the device detects deadlocks. If one rank left before another arrived, a deadlock of the latter would
+// go undetected.
 void meet(int ranks);
 // Blocks until the stream is done. False: not done yet; call again after checking for a stop request.
 bool synchronize(cudaStream_t stream);

@@ -28,7 +28,7 @@ struct AttentionOptions {
   bool has_bias = false;                      // a bias is added to the scores
   bool is_packed = false;                     // sequences are packed; a row attends only to its own
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
-  int streams = 1;                            // number of streams of the pool "ring" that it runs on concurrently
+  int streams = 1;                            // number of streams of the pool "ring" that the plan uses concurrently
   const AttentionKernels* kernels = nullptr;  // fallback for problems that the device's library does not support
 };
 

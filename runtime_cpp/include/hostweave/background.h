@@ -8,7 +8,7 @@ namespace hw {
 void in_background(std::function<void()> work);
 
 // Call it before the process exits. Waits until the threads of this library have ended. If some still run after `seconds`, the
-// process will end without destroying static objects, because those threads use the ones of NCCL and CUDA.
+// process will end without destroying static objects, because the threads use static objects of NCCL and CUDA.
 void finish_background(double seconds);
 
 }  // namespace hw

@@ -1,7 +1,7 @@
 // The log of a rank's calls: the lines of program.cpp that it has enqueued, and the progress of its streams. The report of a hang
-// reads it. HW_CHECK logs a line; the streams, events and channels in its call have logged themselves before. Each op that
-// may wait for other calls or ranks is followed by a milestone (milestones.h). Finished lines follow from the milestones, and
-// from the order of streams and events.
+// reads it. HW_CHECK logs a line; the streams, events and channels in its call have logged themselves before. Each op that may
+// wait for other calls or ranks is followed by a milestone (milestones.h). The milestones and the order of streams and events
+// determine which lines have finished.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -23,8 +23,8 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// Descriptions of the operands and the result, which have three dims and 16-bit elements. A box has 64 x 64 elements. Of
-// column-major matrices, it has 64 terms of all columns of a tile.
+// Descriptions of the operands and the result, which have three dims and 16-bit elements. A box has 64 x 64 elements. For
+// column-major matrices, a box has 64 terms of all columns of a tile.
 struct GroupedMaps {
   TensorMap x, other, result;
 };

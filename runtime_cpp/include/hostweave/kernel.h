@@ -1,5 +1,5 @@
-// Building blocks of generated kernels, for CUDA and for the CPU device. There one thread of one block runs the whole kernel, so
-// every loop below covers its whole range and block reductions are trivial.
+// Building blocks of generated kernels, for CUDA and for the CPU device. On the CPU device, one thread of one block runs the
+// whole kernel, so every loop below covers its whole range and block reductions are trivial.
 #pragma once
 #include <cstdint>
 
@@ -217,8 +217,8 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if their number depends on the length of a row,
-// which CUB does not support; it also takes NVRTC two seconds to parse.
+// All-reduces one value over the threads of a block of whole warps. kThreads is 0 if their number depends on the length of a row.
+// CUB does not support that, and NVRTC takes two seconds to parse CUB.
 template <int kThreads = 0, class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];

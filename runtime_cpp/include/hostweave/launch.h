@@ -173,7 +173,8 @@ using Accesses = std::initializer_list<AnyAccess>;
 // Records the accesses of a kernel during its launch and returns true; the kernel then returns. False while the kernel runs.
 bool tell(Accesses accesses);
 
-// Enqueues `run` with a copy of the closure and these accesses. If there are none, the kernel reports them by `tell`.
+// Enqueues `run` with a copy of the closure and these accesses. If `accesses` is empty, the kernel reports its accesses by
+// `tell`.
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
                           Accesses accesses);
 

@@ -31,7 +31,7 @@ HW_DEVICE double log_gamma(double x) {
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
 // A number that divides many others. A GPU multiplies by its reciprocal, with an error of up to 2 ulp. Other quotients have the
-// same error there.
+// same error on a GPU.
 class Divisor {
  public:
 #ifdef __CUDACC__

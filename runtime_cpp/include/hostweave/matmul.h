@@ -53,7 +53,7 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
   // Selects the algorithm for these operands, or reuses that of the last kMostPlans shapes. Selection waits for the device. If
-  // the rank measures, it takes the fastest algorithm that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has none.
+  // the rank measures, selects the fastest algorithm that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or one per index of

@@ -19,7 +19,8 @@ class Milestones {
 
   static constexpr int kNone = -1;
 
-  // Prepares a capture. Returns true if it can have milestones, which cost time on CUDA, only if `wanted`. Throws ExecutionError.
+  // Prepares a capture. Returns true if the capture can have milestones: on CUDA only if `wanted`, because they cost time. Throws
+  // ExecutionError.
   bool prepare_capture(bool wanted);
   // Puts a milestone after the last op of a stream. Returns kNone if all milestones of a graph are in use. Throws ExecutionError.
   // Used by one thread at a time.

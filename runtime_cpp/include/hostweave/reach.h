@@ -23,7 +23,7 @@ struct Registered {
   std::vector<char*> peers;         // base of each rank's memory, in this rank's address space
 };
 
-// Allocates memory to register with a channel, and with others of the same transport; null means no channel.
+// Allocates memory that this channel and others of its transport can register; null means no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
 // Collective: registers such memory. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
@@ -32,7 +32,7 @@ void release_window(void* data, const std::vector<Registered>& registered);
 // Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();
 
-// Reason why the ranks of a channel cannot access each other's memory; "" if they can, or if only registration can tell.
+// Reason why the ranks of a channel cannot access each other's memory; "" if they can, or if only a registration shows it.
 std::string why_out_of_reach(const Channel& channel);
 // Collective: tries a registration. Returns the reason why it fails, or "".
 std::string why_no_windows(const Channel& channel);

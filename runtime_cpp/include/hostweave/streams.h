@@ -74,8 +74,8 @@ class CallOrder {
   // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
-  // During its lifetime, this thread captures calls without ordering nodes, whose launches are made between `begin_call` and
-  // `end_call`. Such a graph is a chain of kernels, whose launch time does not depend on its length.
+  // During its lifetime, this thread captures calls without ordering nodes. Such a graph is launched between `begin_call` and
+  // `end_call`. It is a chain of kernels, whose launch time does not depend on its length.
   class OfKernels {
    public:
     OfKernels();

@@ -190,7 +190,7 @@ BODIES = {
     "the product is used before, in a loop": f"for %i in 0..2 {{\n{LAUNCH}\nmatmul %x, %w -> %h\n}}",
     "another loop uses the product": f"matmul %x, %w -> %h\nfor %i in 0..2 {{\n{LAUNCH}\n}}",
     "what is multiplied is overwritten": f"copy %x -> %z\nmatmul %z, %w -> %h\nfill %z with 0.0\n{LAUNCH}",
-    "other streams go on": f"matmul %x, %w -> %h\nfork ring\n{LAUNCH}\njoin ring",
+    "other streams continue": f"matmul %x, %w -> %h\nfork ring\n{LAUNCH}\njoin ring",
     "a view of the product is used": "matmul %x, %w -> %h\n%v = reshape %h to [M, N]\nlaunch @add_y %v, %b -> %y",
     "the result lies in columns": "%t = allocate {t}[N, M]\n%u = permute %t by [1, 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %b -> %u",
     "the bias does not lie whole": "%c = select %w[1: 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %c -> %y",

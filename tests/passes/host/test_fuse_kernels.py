@@ -353,17 +353,17 @@ ENDS = {
     "forked, written": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\ncopy %x -> %k\nlaunch @negative_h %k -> %h\nfork ring\n"
         "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %x -> %k\n}\njoin ring",
-        "other streams go on before %h is used",
+        "other streams continue before %h is used",
     ),
     "forked, written in the next iteration": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nfor %i in 0..2 {\n  copy %x -> %k\n  launch @negative_h %k -> %h\n"
         "  fork ring\n  launch @multiply_y %h, %x -> %y\n  join ring\n}",
-        "other streams go on before %h is used",
+        "other streams continue before %h is used",
     ),
     "forked, kept": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
         "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %h -> %k\n}\njoin ring",
-        "other streams go on before %h is used",
+        "other streams continue before %h is used",
     ),
     "used between": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @multiply_y %h, %k -> %y",

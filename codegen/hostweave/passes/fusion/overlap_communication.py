@@ -90,9 +90,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     A communication is hoisted past just enough work to hide it, because its result occupies memory from there on. Communications keep their
     order. Before that, matmuls whose results are only returned are moved down to fill waits.
 
-    If an overlapped gather or reduce-scatter has stated sizes, it uses copy engines (as on transport `peer`) if these delay other ops less
-    than a collective. If some communication uses copy engines, those that overlap with nothing may use them too, if that is faster. A
-    choice records each decision.
+    An overlapped gather or reduce-scatter of stated sizes uses copy engines (as on transport `peer`) if these delay other ops less than a
+    collective. Then communications that overlap with nothing may use copy engines too, if that is faster. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

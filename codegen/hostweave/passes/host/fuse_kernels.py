@@ -270,7 +270,7 @@ class Links:
             return f"an operand of %{result} is overwritten"
         signals = bisect_left(self._signals, producer.number) < bisect_left(self._signals, consumer.number)
         if signals and (kept or self._is_written_after(producer, read)):
-            return f"other streams go on before %{result} is used"
+            return f"other streams continue before %{result} is used"
         for i in self.between(producer, consumer, written):
             if early := self.roots(i, "read", "write") & written:
                 return f"{i.syntax.split()[0]} uses %{min(early)} before the next kernel"

@@ -33,7 +33,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 StreamId = tuple[str, int]  # a stream: its pool and index
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> the stream that last recorded it (None: the caller's), and the index of the child in which it did so
+# event -> the stream that last recorded it (None: the caller's), and the index of the child that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 

@@ -11,7 +11,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
 COMM = "comm"  # stream of asynchronous communication
-COPIES = "copies"  # stream of local copies of such communication that the next communication need not wait for
+COPIES = "copies"  # stream of local copies after a communication; the next communication need not wait for them
 
 
 class Asynchronous:
@@ -83,8 +83,8 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait before it reads a value. A value that no op reads has no event: only a copy of a view of it, at
-        the end of the body, reads it."""
+        """Makes the caller's stream wait before it reads a value. A value that no op reads has no event: only a copy of its view, at the
+        end of the body, needs the value."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:

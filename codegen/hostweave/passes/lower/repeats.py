@@ -91,7 +91,7 @@ class RepeatLowering:
     # --- results of successive calls ---
 
     def whole(self, op: Op, name: str) -> str:
-        """The buffer for the stacked results of all calls. It is that of a donated input, if nothing reads the input later."""
+        """The buffer for the stacked results of all calls. The buffer of a donated input is used if nothing reads the input later."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the output parameter

@@ -72,7 +72,7 @@ struct Calls {
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // Enclose the work of a call on `caller`; see CallOrder. `run` enqueues them too.
+  // Enclose the work of a call on `caller`; see CallOrder. `run` calls both itself.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Part `part` of the memory for temporaries, or null. Tests fill it with NaN before a call.

@@ -97,7 +97,7 @@ class Table {
 // Policy for launching calls as graphs.
 enum class Graphs {
   never,
-  noted,     // not now, but records the arrays, for a later `repeated`
+  noted,     // no graphs, but records the arrays, for a later `repeated`
   repeated,  // if the arrays are the same as in an earlier call
   all,
 };

@@ -22,8 +22,8 @@ namespace target {
 class Attached;
 }
 
-// Makes a device current, and restores the previous one unless that is unused: on CUDA, selecting a device initialises it, which
-// costs time and memory.
+// Makes a device current. Restores the previous device afterwards if that device is in use: on CUDA, selecting a device
+// initialises it, which costs time and memory.
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -67,7 +67,7 @@ class Member {
   // Reason why some ranks of the program's one-sided channels cannot access each other's memory; "" if none is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // Registers graphs that use its channels. NCCL destroys a communicator only after the graphs that use it.
+  // Registers graphs that use the member's channels. NCCL destroys a communicator only after the graphs that use it.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
