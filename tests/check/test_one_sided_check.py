@@ -150,7 +150,7 @@ CHECKED = {
     ),
     "not waited for": (
         EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),
-        "rank 1 does not wait for it, and would mistake it for the next one: add the wait",
+        "rank 1 does not wait for it, so its next wait would match this signal: add the wait",
     ),
 }
 

@@ -84,7 +84,7 @@ def channel_of(part: Operation) -> ChannelGroup:
 _UNMATCHED = {  # the fault if the other side is missing, and the remedy
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
-    "signal": ("does not wait for it, and would mistake it for the next one", "add the wait"),
+    "signal": ("does not wait for it, so its next wait would match this signal", "add the wait"),
     "wait_signal": ("sends no such signal", "add the signal, or drop this wait"),
 }
 

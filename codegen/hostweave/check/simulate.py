@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # Indices of loops whose next iteration may reuse freed memory: memory that a stream of another pool freed, or one of this pool.
+    # Loops whose next iteration may reuse memory that was freed: on streams of other pools, and on streams of this pool.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

@@ -1,6 +1,6 @@
 """Collectives on one-sided channels, outside of loops. Ranks read from the windows of their peers, synchronised by signals.
 
-    On two ranks
+    all_gather %x -> %y on x                           # on two ranks
 
 becomes
 

@@ -249,7 +249,7 @@ def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)
     if isinstance(have, Zigzag) == isinstance(want, Zigzag) or op[SOURCES] != order:
-        why = f"sources={op[SOURCES]} do not take {source} to {op.result.type}"
+        why = f"sources={op[SOURCES]} do not convert {source} to {op.result.type}"
         raise ProgramError(f"renumber: {why}; a change to or from zigzag needs {order}", op.location)
 
 

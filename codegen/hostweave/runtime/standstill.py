@@ -125,7 +125,7 @@ def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequ
     if edge == "signal":
         return f"waits on {channel} for signal {stream['number']} of {late_ranks}"
     if edge == "credit":
-        return f"waits on {channel} for the credit of signal {stream['number']}, which is owed by {late_ranks}"
+        return f"waits on {channel} for the credit of signal {stream['number']} from {late_ranks}"
     return f"waits on {channel} for {late_ranks}"
 
 

@@ -185,7 +185,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """A value for each leaf that is equal for tensors of one layout and equal numbers; None if a leaf is another object."""
+    """Keys of the leaves. Tensors of one layout have equal keys, and so have equal numbers. None if a leaf is another object."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -20,7 +20,7 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient tells the scaler whether other gradients are not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient shows the scaler whether other gradients are not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod

@@ -351,7 +351,7 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Lets code that reads a number from a tensor of the device "meta" continue with the tensor in its place."""
+    """Gives the tensor itself to code that reads a number from a tensor of the device "meta"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

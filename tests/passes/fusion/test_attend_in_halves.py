@@ -51,9 +51,12 @@ def test_ops_that_the_pass_does_not_change(op: str) -> None:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        ("%y: f32[S@x] = renumber(%x, axis=0, sources=(0, 1, 3, 2))", r"sources=\(0, 1, 3, 2\) do not take f32\[S@zigzag\(x\)\]"),
+        ("%y: f32[S@x] = renumber(%x, axis=0, sources=(0, 1, 3, 2))", r"sources=\(0, 1, 3, 2\) do not convert f32\[S@zigzag\(x\)\]"),
         ("%y: f32[S@x] = renumber(%x, axis=0, sources=(0, 2, 3, 1))", r"a change to or from zigzag needs \(0, 3, 1, 2\)"),
-        ("%y: f32[S@zigzag(x)] = renumber(%x, axis=0, sources=(0, 3, 1, 2))", r"do not take f32\[S@zigzag\(x\)\] to f32\[S@zigzag\(x\)\]"),
+        (
+            "%y: f32[S@zigzag(x)] = renumber(%x, axis=0, sources=(0, 3, 1, 2))",
+            r"do not convert f32\[S@zigzag\(x\)\] to f32\[S@zigzag\(x\)\]",
+        ),
     ],
 )
 def test_wrong_numbers(made: str, why: str) -> None:

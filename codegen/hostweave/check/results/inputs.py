@@ -91,7 +91,7 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """Yields the name, role and bound of each value that an op uses as positions, lengths or offsets. If the value only moves elements of
-    another value, yields that one instead."""
+    another value, yields the other value instead."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

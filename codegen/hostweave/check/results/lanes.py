@@ -27,7 +27,7 @@ ROUNDING_TOLERANCE = 1e-9  # largest rounding error of a shadow that is meant to
 
 
 class NeedsSingleLane(Exception):
-    """Raised by a function that branches on a value. It must then be called for each lane separately."""
+    """Raised by a function that branches on a value. The function must then be called for each lane separately."""
 
 
 class Lanes:

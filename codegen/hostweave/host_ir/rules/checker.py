@@ -33,7 +33,7 @@ Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instructi
 
 @dataclass
 class Checker:
-    """Visits a program, and keeps the facts about its buffers, sizes, meshes and expressions that rules ask for."""
+    """Visits a program, and keeps the facts about its buffers, sizes, meshes and expressions that rules need."""
 
     program: ir.HostProgram  # the main program, or a function as a separate program
     rules: Mapping[type[tree.Instruction], Rule]
