@@ -70,6 +70,32 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     assert source.count(".multiply(gradient_y_resharded_gathered_") == 2  # product with the weight, and product for the weight's gradient
 
 
+class Next(nn.Module):
+    """Predicts the next token. The labels are shifted as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+        return nn.functional.cross_entropy(self.head(x).view(-1, 16), following.view(-1))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_shifted_labels_are_not_saved(batch: int) -> None:
+    """The backward pass shifts the labels again. The padding of one row is a part of the kernels that read it."""
+    module, x, labels = Next().train(), torch.randn(batch, 6, 8, requires_grad=True), torch.randint(16, (batch, 6))
+    compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x, labels), training=True)
+    for sources in (compiled.program.sources, compiled.backward.sources):
+        assert "cudaMemcpy" not in sources["program.cpp"]
+        assert ("hw::load(pad_" in sources["program.cpp"]) == (batch > 1)
+    losses = [call(x, labels) for call in (compiled, module)]
+    torch.testing.assert_close(*losses)
+    for mine, theirs in zip(*(torch.autograd.grad(loss, [x, *module.parameters()]) for loss in losses), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -269,6 +269,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     if not any(differentiable):
         why = "no result depends on a tensor that requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
+    _cut_before_padding(made.graph)
     _simplify(made)
     expect_known(_computed_of(made.graph))
     read_rows(made)
@@ -388,6 +389,25 @@ def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
+
+
+def _cut_before_padding(graph: Any) -> None:
+    """Moves slices before paddings that follow the last element of a dim, as in `pad(labels, (0, 1))[..., 1:]`. The padding can then be a
+    part of the kernel that reads it."""
+    for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        padded, dim, start = (*cut.args, 0, 0)[:3]
+        if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:
+            continue
+        x, widths, *value = padded.args
+        lengths = [node.meta["val"].shape[-1] for node in (x, padded, cut)]
+        if dim % cut.meta["val"].ndim != cut.meta["val"].ndim - 1 or not all(isinstance(one, int) for one in (start, *lengths)):
+            continue
+        if start < lengths[0] and lengths[1] - start == lengths[2]:
+            with graph.inserting_before(cut):
+                rest = graph.call_function(cut.target, (x, *cut.args[1:]))
+                again = graph.call_function(padded.target, (rest, widths, *value))
+            rest.meta, again.meta = {**cut.meta, "val": x.meta["val"][..., start:]}, dict(cut.meta)
+            cut.replace_all_uses_with(again)
 
 
 def _simplify(made: GraphModule) -> None:

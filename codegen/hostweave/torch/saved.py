@@ -17,10 +17,10 @@ from hostweave.torch.nodes import modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views of sources. To save them, the forward pass would have to copy them."""
+    """Makes the backward pass recompute views and paddings of sources. To save them, the forward pass would have to copy them."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
-        if _is_view(node) and node.all_input_nodes and views.issuperset(node.all_input_nodes):
+        if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             views.add(node)
 
