@@ -130,7 +130,9 @@ def _experts() -> Iterator[Row]:
     for tokens in (128, 4096):
         yield (
             f"dispatch and combine, {tokens} tokens a GPU",
-            lambda machine: hw.compile(moe._through(RANKS), target="cuda", options=hw.Options(machine=machine)),
+            lambda machine, sizes={"T": tokens * RANKS}: hw.compile(
+                moe._through(RANKS), target="cuda", options=hw.Options(machine=machine, sizes=sizes)
+            ),
             {"T": tokens * RANKS},
         )
     sizes = {"T": moe.LAYER["tokens"], "H": moe.LAYER["hidden"], "I": moe.LAYER["inner"]}

@@ -158,7 +158,7 @@ class _Rank:
             while any(other not in self.world.posted for other in others):
                 yield operation
             if operation.instruction.exchanges:
-                self.reduce(operation)
+                self.exchange(operation)
                 continue
             for part in operation.communications:
                 for access in part.accesses:
@@ -189,13 +189,20 @@ class _Rank:
             sent = [array.ravel()[share(array.shape, instruction.sent_along, len(part.process_group), rank_in_group)] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
-    def reduce(self, operation: Operation) -> None:
-        """Result of a kernel whose first op is an all-reduce of the terms of all ranks."""
-        terms = [array for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None]
-        term, *others = [access for access in operation.accesses if access.reads]
-        total = cast(_reduced("sum", terms), term.region.layout.dtype)
-        (kernel,) = tree.names(operation.instruction, "launch")
-        self.write(operation, self.launched(kernel, [total, *map(self.array, others)]))
+    def exchange(self, operation: Operation) -> None:
+        """Result of a kernel that begins with a collective of all ranks' blocks."""
+        sent = [
+            array.ravel() for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None
+        ]
+        own, *others = [access for access in operation.accesses if access.reads]
+        (name,) = tree.names(operation.instruction, "launch")
+        kernel, ranks = self.kernels[name], len(operation.process_group)
+        assert kernel.exchanges
+        gathers, scatters = (kernel.exchanges.kind == kind for kind in ("all_gather", "reduce_scatter"))
+        got = np.concatenate(sent) if gathers else cast(_reduced("sum", sent), own.region.layout.dtype)
+        got = np.split(got, ranks)[operation.process_group.index(self.rank)] if scatters else got
+        got = got.reshape([size.bind(self.sizes) for size in kernel.inputs[0].type.shape])
+        self.write(operation, self.launched(name, [got, *map(self.array, others)]))
 
     def write(self, operation: Operation, results: Iterable[Any]) -> None:
         writes = [self.array(access) for access in operation.accesses if access.writes]

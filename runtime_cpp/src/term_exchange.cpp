@@ -1,6 +1,6 @@
 #include "hostweave/term_exchange.h"
 
-#include <array>
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -8,6 +8,7 @@
 
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/group.h"
 
 #ifndef HOSTWEAVE_CPU_DEVICE
 #include "hostweave/reached.h"
@@ -71,7 +72,8 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 
 // The memory is never freed, because peers may still have it open.
 void TermExchange::Shared::connect(const Channel& channel) {
-  const size_t bytes = sizeof(Packet) * 2 * channel.size() * kPackets;
+  const size_t packets = sizeof(Packet) * 2 * channel.size() * kPackets;
+  const size_t bytes = packets + 2 * kBlockBytes + sizeof(uint32_t) * channel.size() * kParts;
   const MemoryCard rank = card_of_rank();
   bool in_process = true;
   for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
@@ -107,7 +109,7 @@ TermExchange::TermExchange(Rank& rank, const Channel& channel) : channel_(channe
 void TermExchange::prepare() {
   if (shared_.prepared) return;
   shared_.connect(channel_);
-  if (!shared_.in_packets) shared_.gathered.reserve(kExchangeBytes * channel_.size());
+  if (!shared_.in_packets) shared_.gathered.reserve(std::max(kExchangeBytes * channel_.size(), kBlockBytes));
   shared_.prepared = true;
 }
 
@@ -119,17 +121,28 @@ CallOrder& TermExchange::calls(Rank& rank) {
 
 const Exchange& TermExchange::exchange() const { return shared_.exchange; }
 
-int64_t TermExchange::most_blocks() const { return shared_.multiprocessors; }
+int64_t TermExchange::multiprocessors() const { return shared_.multiprocessors; }
 
-const void* TermExchange::gathered(const void* own, int64_t bytes, cudaStream_t stream) const {
-  if (bytes > kExchangeBytes) {
-    throw ExecutionError("a term of " + std::to_string(bytes) + " bytes is too large for a kernel to reduce; the maximum is " +
-                         std::to_string(kExchangeBytes));
+const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const {
+  if (bytes > most) {
+    throw ExecutionError("a block of " + std::to_string(bytes) + " bytes is too large for kernels to exchange; the maximum is " +
+                         std::to_string(most));
   }
   if (bytes == 0) return this;  // any non-null pointer; no exchange is needed
   if (shared_.in_packets) return nullptr;
-  HW_CHECK(ncclAllGather(own, shared_.gathered.data(), bytes, ncclUint8, channel_.comm(), stream));
-  return shared_.gathered.data();
+  char* const all = static_cast<char*>(shared_.gathered.data());
+  if (!scatters) {
+    HW_CHECK(ncclAllGather(own, all, bytes, ncclUint8, channel_.comm(), stream));
+    return all;
+  }
+  HW_CHECK(ncclGroupStart());
+  const CloseGroupOnError guard;
+  for (int peer = 0; peer < channel_.size(); ++peer) {
+    HW_CHECK(ncclSend(static_cast<const char*>(own) + peer * bytes, bytes, ncclUint8, peer, channel_.comm(), stream));
+    HW_CHECK(ncclRecv(all + peer * bytes, bytes, ncclUint8, peer, channel_.comm(), stream));
+  }
+  HW_CHECK(ncclGroupEnd());
+  return all;
 }
 
 void abort_exchanges(ncclComm_t comm) {

@@ -1,4 +1,4 @@
-"""All-reduces inside kernels on GPUs: results, with and without a graph, several calls in flight, and a missing rank."""
+"""Collectives inside kernels on GPUs: results, with and without a graph, several calls in flight, and a missing rank."""
 
 from __future__ import annotations
 
@@ -140,13 +140,103 @@ def test_captured_and_not_with_many_in_flight() -> None:
     on_ranks(body)
 
 
-def test_a_rank_that_never_comes() -> None:
+ROWS = 8  # rows of each rank
+
+
+def exchanging(dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
+    """Program with y = x + reduce_scatter(p), and with the rows of y of all ranks, doubled and copied."""
+
+    @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype[f"{ROWS * RANKS}@tp", "T"], p=dtype[f"{RANKS}@tp", ROWS * RANKS, "T"])
+    def exchanged(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y = x + hw.reshard(hw.sum(p, 0), f"{ROWS * RANKS}@tp", "T")
+        return y, hw.reshard(y, ROWS * RANKS, "T") * 2, hw.reshard(y * 2, ROWS * RANKS, "T")
+
+    program = hw.compile(exchanged, target="cuda", options=hw.Options(transport=transport))
+    assert [f"launch_{kind}" in program.host_ir for kind in ("reduce_scatter", "all_gather")] == [transport == "auto"] * 2
+    return program
+
+
+class RowsOf:
+    """Arrays of one rank for `exchanging`, and the expected outputs."""
+
+    def __init__(self, rank: int, columns: int, dtype: hw.DType = hw.bf16):
+        self.rank, self.columns, self.dtype = rank, columns, getattr(torch, DTYPES[dtype])
+        self.x = torch.zeros(ROWS, columns, device=f"cuda:{rank}", dtype=self.dtype)
+        self.p = torch.zeros(1, ROWS * RANKS, columns, device=f"cuda:{rank}", dtype=self.dtype)
+
+    def fill(self, seed: int) -> Any:
+        x, p = (integers(*shape, ROWS * RANKS, self.columns, seed=seed) for shape in ((), (RANKS,)))
+        own = slice(self.rank * ROWS, (self.rank + 1) * ROWS)
+        self.x.copy_(x[own])
+        self.p.copy_(p[self.rank][None])
+        y = (x + p.sum(0)).to(self.dtype)
+        return y[own], 2 * y, 2 * y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks(dtype: hw.DType) -> None:
+    """Blocks that do or do not fill vectors, up to the largest size, and beyond it, where NCCL is used."""
+    program = exchanging(dtype)
+    largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
+
+    def body(rank: int, group: hw.Group) -> None:
+        for columns in (1, 31, 96, 8192, largest, largest + 1):
+            mine = RowsOf(rank, columns, dtype)
+            for seed in range(5):
+                want = mine.fill(seed)
+                expect(program(mine.x, mine.p), want)
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("columns", [96, 100_000])
+def test_blocks_as_nccl_rounds(columns: int) -> None:
+    programs = [exchanging(), exchanging(transport="two_sided")]
+
+    def body(rank: int, group: hw.Group) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        x, p = (torch.randn(*shape, columns, generator=generator).bfloat16().cuda(rank) for shape in ((ROWS,), (1, ROWS * RANKS)))
+        ours, theirs = ([one.float().cpu() for one in program(x, p)] for program in programs)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0 if RANKS == 2 else 0.25)
+
+    on_ranks(body)
+
+
+def test_blocks_beside_terms_with_many_in_flight() -> None:
+    """Launches of two graphs, and calls of both programs, which exchange blocks and packets, without waits in between."""
+    program, other = exchanging(), reducing(8192)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine, wide, terms = RowsOf(rank, 4096), RowsOf(rank, 50_000), Rank(rank, 16, 8192)
+        wants = [one.fill(seed) for seed, one in enumerate((mine, wide, terms))]
+        step, sums = program.capture(mine.x, mine.p), other.capture(terms.x, terms.p)
+        out = program(wide.x, wide.p)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream(rank) for _ in range(3)]
+        for i in range(CALLS):
+            step(stream=streams[i % 3])
+            if i % 2:
+                sums(stream=streams[(i + 1) % 3])
+            program(wide.x, wide.p, out=out, stream=streams[(i + 2) % 3])
+        torch.cuda.synchronize()
+        for got, want in zip((step.outputs, out, sums.outputs), wants, strict=True):
+            expect(got, want)
+        for seed in range(20):
+            want = mine.fill(seed)
+            expect(step(), want)
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("exchanges", ["terms", "blocks"])
+def test_a_rank_that_never_comes(exchanges: str) -> None:
     """Kernels that wait for a missing rank end when the call is aborted, and the GPU is usable afterwards."""
-    program = reducing(8192)
+    program = reducing(8192) if exchanges == "terms" else exchanging()
     ended = threading.Event()
 
     def body(rank: int, group: hw.Group) -> None:
-        mine = Rank(rank, 16, 8192)
+        mine = Rank(rank, 16, 8192) if exchanges == "terms" else RowsOf(rank, 8192)
         want = mine.fill(0)
         step = program.capture(mine.x, mine.p)
         expect(step(), want)

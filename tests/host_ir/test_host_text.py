@@ -76,6 +76,8 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   all_to_all %x along 1 -> %y along 0 on x
   all_reduce sum %x -> %y on x
   launch_all_reduce @k %x, %b -> %z on x
+  launch_reduce_scatter @k %x, %b -> %z on x
+  launch_all_gather @k %x, %b -> %z on x
   reduce_scatter max %x -> %y on dp
   broadcast %x -> %y from rank.dp + 1 on x
   broadcast_to_others %x to %y from rank.dp + 1 on x

@@ -1,4 +1,4 @@
-"""All-reduces inside kernels: results on simulated ranks, sizes near the limit, and cases that use NCCL.
+"""Collectives inside kernels: results on simulated ranks, sizes near the limit, and cases that use NCCL.
 
 Also tests errors of the verifier and the check, and a model of the packet protocol in every order of events.
 """
@@ -57,14 +57,14 @@ def mlp(dtype: DType, ranks: int) -> Fusion:
     return mlp
 
 
-def launches(host: HostProgram) -> list[ir.LaunchAllReduce]:
+def launches(host: HostProgram) -> list[ir.LaunchExchange]:
     parts = (host.body, *(function.body for function in host.functions))
-    return [i for body in parts for i in tree.walk(body) if isinstance(i, ir.LaunchAllReduce)]
+    return [i for body in parts for i in tree.walk(body) if isinstance(i, ir.LaunchExchange)]
 
 
 @pytest.mark.parametrize(("dtype", "ranks"), [(hw.bf16, 2), (hw.f32, 3), (hw.f16, 4)], ids=str)
 def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
-    fusion, most = mlp(dtype, ranks), most_in_kernel(H200, ranks) // (WIDTH * dtype.itemsize)
+    fusion, most = mlp(dtype, ranks), most_in_kernel(H200, "all_reduce", ranks) // (WIDTH * dtype.itemsize)
     host = lowered(fusion)
     assert len(launches(host)) == 3
     assert {str(i.condition) for part in (host.body, host.functions[0].body) for i in tree.walk(part) if isinstance(i, ir.If)} == {
@@ -110,10 +110,10 @@ def test_all_reduces_by_nccl() -> None:
         (reduced(), Options(machine=H200.without_peers("here"))),
     ):
         assert not launches(lower(fusion, options)), str(fusion)
-    most = most_in_kernel(H200, 2)
-    text = f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes by an exchange of terms in the consuming kernel"
+    most = most_in_kernel(H200, "all_reduce", 2)
+    text = f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes by an exchange in the consuming kernel"
     assert text in hw.compile(reduced()).explain()
-    assert "exchange of terms" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
+    assert "an exchange" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
@@ -134,6 +134,49 @@ def test_terms_that_are_read_again(ranks: int) -> None:
     for rows in (1, 4):
         arrays = random_arrays(routed, {"T": rows}, seed=rows)
         expect(routed, arrays, compiled(routed).run(**arrays, ranks=True))
+
+
+def blocks(ranks: int, dtype: DType = hw.bf16) -> Fusion:
+    """Gathers before a pointwise kernel and a matmul, and reduce-scatters before a kernel and at the end, each after the previous one."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(tp=ranks),
+        n=hw.i64[f"{4 * ranks}@tp"],
+        x=dtype[f"{4 * ranks}@tp", "T"],
+        w=dtype["T", f"{ranks}@tp"],
+        v=dtype[f"{ranks}@tp", "T"],
+    )
+    def blocks(n: hw.Tensor, x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        numbers = hw.reshard(n, 4 * ranks) * 2
+        h = hw.matmul(hw.matmul(hw.reshard(x, 4 * ranks, "T"), w), v)
+        y = hw.maximum(hw.reshard(h, f"{4 * ranks}@tp", "T"), x)
+        h = hw.matmul(hw.matmul(hw.reshard(y, 4 * ranks, "T"), w), v)
+        return numbers, y, hw.reshard(h, f"{4 * ranks}@tp", "T")
+
+    return blocks
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.bf16), (3, hw.f32), (4, hw.f16), (8, hw.f32)], ids=str)
+def test_blocks_match_numpy_around_the_largest(ranks: int, dtype: DType) -> None:
+    fusion = blocks(ranks, dtype)
+    host = lowered(fusion)
+    most = most_in_kernel(H200, "all_gather", ranks) // (4 * dtype.itemsize)
+    if ranks > 1:
+        assert [i.kind for i in launches(host)] == ["all_gather", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+        assert f"T <= {most}" in {str(i.condition) for i in tree.walk(host.body) if isinstance(i, ir.If)}
+    for rows in (0, 1, 5, 8, *((most, most + 1) if ranks == 8 else ())):
+        arrays = integer_arrays(fusion, {"T": rows}, rows)
+        expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+
+
+def test_blocks_of_any_schedule() -> None:
+    fusion = blocks(3, hw.f32)
+    calls = [integer_arrays(fusion, {"T": 6}, number) for number in range(3)]
+    for seed in range(10):
+        with seeded(seed):
+            results = compiled(fusion).run_in_flight(calls, poison=True)
+        for arrays, got in zip(calls, results, strict=True):
+            expect(fusion, arrays, got)
 
 
 def test_captured_beside_calls() -> None:
@@ -197,7 +240,7 @@ def test_the_verifier() -> None:
     for wrong, message in (
         (
             program(body="launch @add %p, %x -> %y  all_reduce sum %y -> %y on tp"),
-            "@add contains an all_reduce: use launch_all_reduce",
+            "@add contains the collective all_reduce: use launch_all_reduce",
         ),
         (program(KERNEL.replace("(%s, %x)", "(%s, %p)")), "and no other op may read"),
         (program(KERNEL.replace("all_reduce(%p", "all_reduce(%x")), "must begin with the all_reduce of %p"),
@@ -211,6 +254,66 @@ def test_the_verifier() -> None:
     ):
         with pytest.raises(ProgramError, match=message.replace("(", r"\(").replace("[", r"\[")):
             verify_host(wrong)
+
+
+OF_BLOCKS = {
+    "reduce_scatter": """
+kernel @k(%p: f32[4], %x: f32[4]) {
+  %s: f32[4] = reduce_scatter(%p, dim=0, axes=(tp), reduction=sum)
+  %y: f32[4] = add(%s, %x)
+}
+host @blocks(%p: f32[8], %x: f32[8@tp]) -> (%y: f32[8@tp]) mesh(tp=2) channels(tp: tp two_sided) streams(a[1]) {
+  launch_reduce_scatter @k %p, %x -> %y on tp
+}""",
+    "all_gather": """
+kernel @k(%p: f32[8], %x: f32[8]) {
+  %s: f32[8] = all_gather(%p, dim=0, axes=(tp))
+  %y: f32[8] = add(%s, %x)
+}
+host @blocks(%p: f32[8@tp], %x: f32[8]) -> (%y: f32[8]) mesh(tp=2) channels(tp: tp two_sided) streams(a[1]) {
+  launch_all_gather @k %p, %x -> %y on tp
+}""",
+}
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_the_verifier_of_blocks(kind: str) -> None:
+    text = OF_BLOCKS[kind]
+    verify_host(HostProgram.parse(text))
+    for right, wrong, message in (
+        ("@blocks(%p: f32[8", "@blocks(%p: f32[24", "give a rank equal blocks of the same dtype"),
+        ("(%p, dim", "(%x, dim", f"must begin with the {kind} of %p"),
+        (f"launch_{kind}", "launch_all_reduce", "must begin with the all_reduce of %p"),
+        ("axes=(tp)", "axes=(dp)", "is along dp: use a channel along these axes"),
+    ):
+        with pytest.raises(ProgramError, match=message):
+            verify_host(HostProgram.parse(text.replace(right, wrong)))
+    if kind == "reduce_scatter":
+        for right, wrong in (("reduction=sum", "reduction=max"), ("f32", "i32")):
+            with pytest.raises(ProgramError, match="but kernels only sum f16, bf16, f32: use reduce_scatter"):
+                verify_host(HostProgram.parse(text.replace(right, wrong)))
+
+
+@pytest.mark.parametrize("kind", OF_BLOCKS)
+def test_mutations_of_blocks(kind: str) -> None:
+    """The check detects a missing launch, a result over the block that is sent, a concurrent write to the block, and a second exchange that
+    nothing orders."""
+    head, body = OF_BLOCKS[kind].rstrip("}").rsplit("{", 1)
+    sent, got = (8, 4) if kind == "reduce_scatter" else (4, 8)
+    copied = f"%t = allocate f32[{sent}]  copy %p -> %t"
+    check(HostProgram.parse(f"{head}{{ {copied}  {body.replace('%p', '%t')} }}"))
+    over = f"%a = allocate f32[8]  %t = slice %a[0: {sent} from 0]  %u = slice %a[0: {got} from 0]  copy %p -> %t"
+    for wrong, message in (
+        ("", "nothing writes bytes"),
+        (f"{over}  {body.replace('%p', '%t').replace('%y', '%u')}  copy %u -> %y", "writes %u over the bytes of %t that it reads"),
+        (f"%t = allocate f32[{sent}]  fork a  stream a[0] {{ copy %p -> %t }}  {body.replace('%p', '%t')}  join a", "nothing orders them"),
+        (
+            f"%z = allocate f32[{got}]  fork a  stream a[0] {{ {body} }}  {body.replace('%y', '%z')}  join a",
+            "nothing orders them on the rank",
+        ),
+    ):
+        with pytest.raises(ProgramError, match=message):
+            check(HostProgram.parse(f"{head}{{ {wrong} }}"))
 
 
 STREAMS = " streams(a[1], b[1])"
@@ -272,12 +375,12 @@ def test_mutations() -> None:
 # --- the protocol of the packets, as a model: hostweave/terms.h -------------------------------------------------------
 
 
-def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
+def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool = False) -> bool:
     """True if, in some order of events, a packet is overwritten before its receiver has read it.
 
     The kernels of a rank run one after another. A kernel sends a packet to each peer and receives one from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
-    number of its exchange.
+    number of its exchange. With `flags`, the data is a block, and one flag of each pair has the number of the last block.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)
@@ -293,7 +396,8 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
                     return True  # the peer has not read the packet yet, or may read it again
                 following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
             number = done[peer] + 1
-            if number <= exchanges and got[k] < number and (landing[k * slots + number % slots] == number or not waits):
+            is_there = sent[k] >= number if flags else landing[k * slots + number % slots] == number
+            if number <= exchanges and got[k] < number and (is_there or not waits):
                 following.append((done, sent, _with(got, k, number), landing))
         for rank in range(ranks):
             number = done[rank] + 1
@@ -318,6 +422,9 @@ def test_two_slots_are_enough_and_needed() -> None:
     assert lost(2, slots=1, exchanges=2)
     assert lost(3, slots=1, exchanges=2)
     assert lost(2, slots=2, exchanges=3, waits=False)
+    assert not lost(2, slots=2, exchanges=6, flags=True)
+    assert not lost(3, slots=2, exchanges=3, flags=True)
+    assert lost(2, slots=1, exchanges=2, flags=True)
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
@@ -327,6 +434,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
     header = (RUNTIME / "include" / "hostweave" / "terms.h").read_text()
     assert f"kExchangeRanks = {ir.EXCHANGE_RANKS};" in header
     assert f"kExchangeBytes = int64_t{{{ir.EXCHANGE_BYTES >> 10}}} << 10;" in header
+    assert f"kBlockBytes = int64_t{{{ir.BLOCK_BYTES >> 20}}} << 20;" in header
 
 
 @needs_cuda
@@ -338,3 +446,17 @@ def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: P
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))
     (unit,) = (unit for unit in units_of(made.sources["kernels.cu"]) if "hw::Terms<hw::bf16" in unit.text)
     assert unit.name.encode() in replace(found, arch=arch).compile(unit, tmp_path)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("arch", "ranks"), [("sm_80", 3), ("sm_90", 2)])
+def test_kernels_of_blocks_compile_for_gpus(arch: str, ranks: int, tmp_path: Path) -> None:
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, Nvrtc)
+    made = hw.compile(blocks(ranks), "cuda", options=Options(machine=H200))
+    units = [
+        unit for unit in units_of(made.sources["kernels.cu"]) if "hw::GatheredBlocks<" in unit.text or "hw::ScatteredSums<" in unit.text
+    ]
+    assert len(units) == 4
+    for unit in units:
+        assert unit.name.encode() in replace(found, arch=arch).compile(unit, tmp_path)

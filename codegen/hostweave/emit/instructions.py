@@ -290,16 +290,21 @@ class Emitter:
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
-    def emit_launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
+    def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
-        first = (exchange, self.text(i.srcs[0]), self.count(i.srcs[0]))
-        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts, "launch_all_reduce", first)
+        kernel = self.context.declared[i.kernel]
+        delivered = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)
+        block = self.count_of(delivered) if i.kind == "reduce_scatter" else self.count(i.srcs[0])
+        return self.launch_of(kernel, i.srcs, i.dsts, "launch_exchange", (exchange, self.text(i.srcs[0]), block))
 
     def launch_of(
         self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
     ) -> str:
         """Returns the launch of a generated kernel on the given buffers. `first` replaces the argument of the first buffer."""
-        emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
+        types = [self.type_of(name) for name in (*srcs, *dsts)]
+        if kernel.exchanges:
+            types[0] = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)  # what it delivers
+        emitted = self.context.launched(kernel, tuple(types))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
 

@@ -18,6 +18,8 @@ from hostweave.kernel_ir.loops import ONE, LoopDim, Loops, merged, stored
 from hostweave.types.size import Atom, Size, product
 from hostweave.types.tensor import BufferType
 
+ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gather": "GatheredBlocks"}  # C++ type of the first input
+
 
 class KernelFacts:
     """Facts of one kernel. A value is represented by its C++: a literal, an element in memory, or a local variable."""
@@ -34,7 +36,7 @@ class KernelFacts:
         exchange = kernel.exchanges
         self.terms = (
             {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
-        )  # input -> number of ranks that send terms
+        )  # input -> number of ranks that send terms or blocks
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -147,7 +149,7 @@ class KernelFacts:
     def array_of(self, name: str) -> str:
         """C++ type of the kernel's parameter for an input."""
         cpp = self.types[name].dtype.cpp
-        return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
+        return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
         """Arguments of HW_TOUCHES, which declares the elements that the kernel reads and writes. The CPU device checks them."""

@@ -246,7 +246,7 @@ class Section:
         """True if an op returns its operand's element unchanged: the op only moves elements, or reduces a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        if op.kind == "all_reduce":  # reading an element of hw::Terms already gives the sum
+        if op == self.kernel.kernel.exchanges:  # reading an element of hw::Terms already gives the sum
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))

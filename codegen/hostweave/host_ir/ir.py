@@ -83,8 +83,8 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The all_reduce of the first input, in which the kernels of all ranks exchange terms. None for other kernels."""
-        return next((op for op in self.ops if op.kind == "all_reduce"), None)
+        """The collective of the first input, in which the kernels of all ranks exchange terms. None for other kernels."""
+        return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
     def sizes(self) -> tuple[Size, ...]:

@@ -121,8 +121,8 @@ class Loops:
 
     @property
     def sums_terms(self) -> bool:
-        """True if the kernel all-reduces a term."""
-        return any(op.kind == "all_reduce" for op in self.kernel.ops)
+        """True if the kernel adds or gathers what other ranks send."""
+        return self.kernel.exchanges is not None
 
     @property
     def updates(self) -> bool:

@@ -178,10 +178,11 @@ def _seconds_between(operation: Operation, peers: Iterable[int | None], size: fl
 
 
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
-    """Work of a kernel that exchanges terms with the kernels of other ranks."""
-    term, ranks = _bytes(operation.accesses[0]), len(operation.process_group)
-    seconds = machine.launch + in_kernel(ranks, term) + _bytes_moved(operation) / machine.memory
-    return Work(seconds, "kernels", sent=term * (ranks - 1))
+    """Work of a kernel that exchanges terms or blocks with the kernels of other ranks."""
+    kind, ranks = operation.instruction.kind, len(operation.process_group)  # type: ignore[attr-defined]
+    block = _bytes(operation.accesses[0]) // (ranks if kind == "reduce_scatter" else 1)
+    seconds = machine.launch + in_kernel(kind, ranks, block) + _bytes_moved(operation) / machine.memory
+    return Work(seconds, "kernels", sent=block * (ranks - 1))
 
 
 def _group(operation: Operation, machine: Machine) -> Work:
@@ -234,7 +235,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     ir.Collective: _collective,
     **dict.fromkeys((ir.Broadcast, ir.BroadcastToOthers, ir.Reduce, ir.Gather, ir.Scatter), _rooted),
     ir.CollectivePermute: _permute,
-    ir.LaunchAllReduce: _in_kernel,
+    ir.LaunchExchange: _in_kernel,
     **dict.fromkeys((ir.Group, ir.Routed), _group),
     ir.PointToPoint: _pair,
     ir.Put: _put,

@@ -39,6 +39,7 @@ SATURATING_SHARE = 0.85  # fraction of the multiprocessors that have to read to 
 MATMUL_READ_BANDWIDTH = 0.93  # read bandwidth of a memory-bound matmul relative to a copy kernel (1 for few rows)
 MAX_WEIGHT_ELEMENTS = 2**26  # largest weight, in elements, that the kernel for few rows takes: hw::kMostWeights
 EXCHANGE_SECONDS = 5.5e-6  # seconds until a kernel has received the first terms of its peers
+BLOCK_BANDWIDTH = 300e9  # bytes per second that such a kernel sends in blocks
 PACKET_BANDWIDTH = 190e9  # bytes per second that such a kernel sends; half of them are payload
 ATTENTION_PEAK = (
     0.74  # fraction of the tensor cores' peak that cuDNN's attention reaches; kernels without tensor cores take 32 times as long
@@ -242,22 +243,24 @@ def _ranks(op: Op, mesh: Mesh) -> int:
     return mesh.size_of(axes) if axes else 2
 
 
-def in_kernel(ranks: int, size: float) -> float:
-    """Seconds of an all_reduce of `size` bytes inside the kernel that consumes it. Each rank sends its term to every other rank."""
-    return EXCHANGE_SECONDS + 2 * size * (ranks - 1) / PACKET_BANDWIDTH
+def in_kernel(kind: str, ranks: int, size: float) -> float:
+    """Seconds of a collective inside the kernel that consumes its result. Each rank sends `size` bytes to every other rank."""
+    sent = size * (ranks - 1)
+    return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if kind == "all_reduce" else sent / BLOCK_BANDWIDTH)
 
 
-def most_in_kernel(machine: Machine, ranks: int) -> int:
-    """Largest power of 2, in bytes, for which `in_kernel` is faster than a collective. 0 if there is none."""
-    sizes = (ir.EXCHANGE_BYTES >> halved for halved in range(ir.EXCHANGE_BYTES.bit_length()))
-    return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
+def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
+    """Largest power of 2, in bytes, for which `in_kernel` is faster than the library's collective. 0 if there is none."""
+    most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
+    sizes = (1 << bit for bit in reversed(range(most.bit_length())))
+    return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)
 
 
-def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
-    """Largest number of elements for which the consuming kernel should sum the terms of all ranks itself. 0 if it never should."""
-    if type.dtype.name not in ir.EXCHANGED or not 1 < ranks <= ir.EXCHANGE_RANKS:
+def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
+    """Largest number of elements that the consuming kernels should send to each other, instead of a collective. 0 if they never should."""
+    if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
-    size, most = product(type.shape), most_in_kernel(machine, ranks) // type.dtype.itemsize
+    size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
     is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # others need a complex run-time condition
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 

@@ -59,9 +59,9 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = all_gather of %{op.tensors[0]}: like %{with_keys[name]}, with which it would share a loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, position, times))
-            if op.kind == "all_reduce" and name in in_kernels:
-                most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
-                how = f"up to {most} bytes by an exchange of terms in the consuming kernel; above that, {how}"
+            if name in in_kernels:
+                most = most_in_kernel(options.figures, op.kind, body.mesh.size_of(op[MESH_AXES].names))
+                how = f"up to {most} bytes by an exchange in the consuming kernel; above that, {how}"
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             joined = "; each rank attends to its own keys, and the results are combined by log-sum-exps" if op[KEY_BLOCKS] else ""

@@ -163,6 +163,8 @@ struct AnyAccess {
   AnyAccess(const Access<T>& of) : access{of.pointer, of.write, of.count, of.shape, of.strides}, itemsize(sizeof(T)) {}
   template <class T, int kRanks>
   AnyAccess(const Terms<T, kRanks>& terms) : AnyAccess(reads(terms.gathered, kRanks * terms.count)) {}
+  template <class T, int kRanks, bool kSums>
+  AnyAccess(const LandedBlocks<T, kRanks, kSums>& blocks) : AnyAccess(reads(blocks.gathered, kRanks * blocks.count)) {}
 
   Access<const void> access;
   size_t itemsize;

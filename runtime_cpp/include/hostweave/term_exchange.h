@@ -1,4 +1,4 @@
-// Resources of a channel for all-reduces inside kernels; see hw::Terms.
+// Resources of a channel for collectives inside kernels; see hw::Terms and hw::LandedBlocks.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,21 +24,25 @@ class TermExchange {
   // Orders calls that exchange terms, because packets are counted.
   static CallOrder& calls(Rank& rank);
 
-  template <class T, int kRanks>
-  Terms<T, kRanks> terms(const T* own, int64_t count, cudaStream_t stream) const {
+  // The first argument of a kernel: hw::Terms or hw::LandedBlocks.
+  template <class Terms>
+  Terms terms(const typename Terms::Element* own, int64_t count, cudaStream_t stream) const {
     if (CallLog* const log = CallLog::current()) log->over(channel_);  // the kernel waits for the other ranks
-    return {own, count, static_cast<const T*>(gathered(own, count * static_cast<int64_t>(sizeof(T)), stream)), exchange(), 0};
+    const int64_t bytes = count * static_cast<int64_t>(sizeof *own);
+    const void* const all = gathered(own, bytes, Terms::kMostBytes, Terms::kScatters, stream);
+    return {own, count, static_cast<const typename Terms::Element*>(all), exchange(), 0};
   }
 
-  // Maximum number of concurrent blocks. All blocks must be resident, because they wait for blocks of other ranks.
-  int64_t most_blocks() const;
+  // Number of multiprocessors.
+  int64_t multiprocessors() const;
 
   struct Shared;
 
  private:
   const Exchange& exchange() const;
-  // Terms of all ranks, gathered on the stream; null if kernels exchange packets.
-  const void* gathered(const void* own, int64_t bytes, cudaStream_t stream) const;
+  // Blocks of `bytes` from all ranks, gathered on the stream; null if kernels exchange them. If it scatters, a rank has a block
+  // for each rank.
+  const void* gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const;
 
   const Channel& channel_;
   Shared& shared_;
@@ -47,12 +51,15 @@ class TermExchange {
 // Ends the waits of kernels of an aborted communicator.
 void abort_exchanges(ncclComm_t comm);
 
-// Like launch_pdl, for a kernel whose first argument is this rank's term of `count` elements.
-template <class T, int kRanks, class... Params, class... Args>
-cudaError_t launch_all_reduce(void (*kernel)(Terms<T, kRanks>, Params...), Grid grid, cudaStream_t stream,
-                              const TermExchange& exchange, const T* own, int64_t count, const Args&... args) {
-  grid.blocks = smaller(grid.blocks, clamped(exchange.most_blocks() / grid.cluster, 1, kMaxBlocks) * grid.cluster);
-  return launch_pdl(kernel, grid, stream, exchange.terms<T, kRanks>(own, count, stream), args...);
+// Like launch_pdl, for a kernel that exchanges blocks of `count` elements. They are its first argument. All thread blocks must be
+// resident, because they wait for those of other ranks.
+template <class Terms, class... Params, class... Args>
+cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStream_t stream, const TermExchange& exchange,
+                            const typename Terms::Element* own, int64_t count, const Args&... args) {
+  const int64_t most = Terms::kMostOfEach * exchange.multiprocessors();
+  grid.blocks = smaller(grid.blocks, clamped(most / grid.cluster, 1, kMaxBlocks) * grid.cluster);
+  grid.resident = grid.resident || Terms::kMostOfEach > 1;
+  return launch_pdl(kernel, grid, stream, exchange.terms<Terms>(own, count, stream), args...);
 }
 
 }  // namespace hw

@@ -1,10 +1,13 @@
-// All-reduce inside the kernel that consumes the sum. Each rank has a term in its own memory. To a kernel the sum is an array,
-// accessed by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
+// All-reduce, reduce-scatter and all-gather inside the kernel that uses the result. To a kernel the result is an array, accessed
+// by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round equally.
 //
-// With peer access, a kernel sends its term to the others in packets of four bytes of data and the number of the exchange. A
-// reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). Packets land alternately in two
-// slots. Two slots suffice: before a rank reuses a slot, it has received packets of the next exchange from every peer. A peer
-// sends these only after its previous kernel, which read the slot, has ended.
+// With peer access, the kernel of an all-reduce (hw::Terms) sends its term to the others in packets of four bytes of data and the
+// number of the exchange. A reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). The
+// other kernels (hw::LandedBlocks) store larger blocks in the memory of their peers, and then set flags to the number of the
+// exchange.
+//
+// Data lands alternately in two slots. Two slots suffice: before a rank reuses a slot, it has received data of the next exchange
+// from every peer. A peer sends these only after its previous kernel, which read the slot, has ended.
 #pragma once
 #include <cstdint>
 
@@ -17,6 +20,9 @@ constexpr int kExchangeRanks = 8;                            // maximum
 constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // maximum bytes of a term
 constexpr int64_t kPacketBytes = 8;                          // bytes of a term per packet
 constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank and slot
+constexpr int64_t kBlockBytes = int64_t{8} << 20;            // maximum bytes of the blocks of all ranks
+constexpr int64_t kPartBytes = 1024;                         // minimum bytes of a part of a block
+constexpr int kParts = 256;                                  // maximum number of parts of a block; each has a flag
 
 template <class T, int kCount>
 struct Values;  // defined in kernel.h, which host programs do not include
@@ -30,18 +36,49 @@ struct alignas(16) Packet {
 
 // A channel, seen from the kernels of one of its ranks.
 struct Exchange {
-  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank
+  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank, then those of hw::LandedBlocks
   uint32_t* state;                  // number of the last exchange, and count of blocks that are done with this one
   const uint32_t* aborted;          // nonzero ends all waits
   int rank;
 };
 
+// Vector `i` of `count` elements, zero-padded.
+template <class Vector, class T>
+HW_DEVICE Vector padded(const T* elements, int64_t count, int64_t i) {
+  constexpr int kEach = sizeof(Vector) / sizeof(T);
+  if ((i + 1) * kEach <= count && reinterpret_cast<uintptr_t>(elements) % sizeof(Vector) == 0) {
+    return reinterpret_cast<const Vector*>(elements)[i];
+  }
+  Vector last{};
+  for (int e = 0; e < kEach && i * kEach + e < count; ++e) reinterpret_cast<T*>(&last)[e] = elements[i * kEach + e];
+  return last;
+}
+
+// Sums of the terms of all ranks, in rank order.
+template <class T, int kRanks, int kCount>
+HW_DEVICE Values<T, kCount> summed(const Values<T, kCount> (&terms)[kRanks]) {
+  Values<T, kCount> sums;
+  HW_UNROLL
+  for (int e = 0; e < kCount; ++e) {
+    auto total = static_cast<float>(terms[0][e]);
+    HW_UNROLL
+    for (int rank = 1; rank < kRanks; ++rank) total += static_cast<float>(terms[rank][e]);
+    sums[e] = T(total);
+  }
+  return sums;
+}
+
 template <class T, int kRanks>
 struct TermsAt;
 
-// Kernel argument. The kernel first calls begin().
+// Kernel argument of an all-reduce. The kernel first calls begin().
 template <class T, int kRanks>
 struct Terms {
+  using Element = T;
+  static constexpr bool kScatters = false;
+  static constexpr int kMostOfEach = 1;  // maximum thread blocks per multiprocessor
+  static constexpr int64_t kMostBytes = kExchangeBytes;
+
   const T* own;
   int64_t count;
   const T* gathered;  // consecutive terms of all ranks, if they are not exchanged in packets
@@ -76,7 +113,7 @@ struct Terms {
       uint2 parts[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (from + n * step < end) parts[n] = part(from + n * step);
+        if (from + n * step < end) parts[n] = padded<uint2>(own, count, from + n * step);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -94,16 +131,6 @@ struct Terms {
     __syncthreads();
     if (threadIdx.x == 0 && atomicInc(exchange.state + 1, gridDim.x - 1) == gridDim.x - 1) *exchange.state = number;
     griddep_launch();
-  }
-
-  // Data of a packet, zero-padded.
-  HW_DEVICE uint2 part(int64_t i) const {
-    if ((i + 1) * kPart <= count && reinterpret_cast<uintptr_t>(own) % kPacketBytes == 0) {
-      return *reinterpret_cast<const uint2*>(own + i * kPart);
-    }
-    uint2 last{};
-    for (int e = 0; e < kPart && i * kPart + e < count; ++e) reinterpret_cast<T*>(&last)[e] = own[i * kPart + e];
-    return last;
   }
 
   // Loads packets of the other ranks, which may not have arrived yet. Packets of this rank are not changed.
@@ -218,7 +245,7 @@ struct RequestedTerms {
 #ifdef __CUDACC__
     if (!terms.gathered) {
       take(each);
-      return sum(each);
+      return summed(each);
     }
 #endif
     HW_UNROLL
@@ -226,7 +253,7 @@ struct RequestedTerms {
       HW_UNROLL
       for (int e = 0; e < kCount; ++e) each[rank][e] = terms.gathered[rank * terms.count + at.first + e];
     }
-    return sum(each);
+    return summed(each);
   }
 
  private:
@@ -245,24 +272,165 @@ struct RequestedTerms {
     }
   }
 #endif
-
-  static HW_DEVICE Values<T, kCount> sum(const Values<T, kCount> (&each)[kRanks]) {
-    Values<T, kCount> sums;
-    HW_UNROLL
-    for (int e = 0; e < kCount; ++e) {
-      auto total = static_cast<float>(each[0][e]);
-      HW_UNROLL
-      for (int rank = 1; rank < kRanks; ++rank) total += static_cast<float>(each[rank][e]);
-      sums[e] = T(total);
-    }
-    return sums;
-  }
 };
 
 // Address that determines if vector access is possible.
 template <class T, int kRanks>
 HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
   return terms.own;
+}
+
+template <class T, int kRanks, bool kSums>
+struct LandedBlocksAt;
+
+// Kernel argument of a reduce-scatter (kSums) or all-gather. The kernel first calls begin(), which waits for the blocks of all
+// ranks.
+template <class T, int kRanks, bool kSums>
+struct LandedBlocks {
+  using Element = T;
+  static constexpr bool kScatters = kSums;
+  static constexpr int kMostOfEach = 2;
+  static constexpr int64_t kMostBytes = kBlockBytes / kRanks / 16 * 16;
+
+  const T* own;       // the block of this rank, or a block for each rank
+  int64_t count;      // elements of a block
+  const T* gathered;  // consecutive blocks from all ranks, if kernels do not exchange them
+  Exchange exchange;
+  uint32_t number;  // number of this exchange
+
+  HW_DEVICE LandedBlocksAt<T, kRanks, kSums> operator+(int64_t first) const { return {this, first}; }
+  HW_DEVICE T operator[](int64_t i) const { return values<1>(i)[0]; }
+  template <int kCount>
+  HW_DEVICE auto load() const {
+    return values<kCount>(0);
+  }
+  template <int kCount>
+  HW_DEVICE auto request() const {
+    return values<kCount>(0);
+  }
+
+  template <int kCount>
+  HW_DEVICE Values<T, kCount> values(int64_t first) const {
+    if constexpr (kSums) {
+      Values<T, kCount> terms[kRanks];
+      HW_UNROLL
+      for (int rank = 0; rank < kRanks; ++rank) terms[rank] = hw::load<kCount>(from(rank) + first);
+      return summed(terms);
+    } else {
+      int rank = 0;
+      HW_UNROLL
+      for (int next = 1; next < kRanks; ++next) rank += first >= next * count;
+      return hw::load<kCount>(from(rank) + (first - rank * count));
+    }
+  }
+
+  HW_DEVICE const T* block_for(int rank) const { return kSums ? own + rank * count : own; }
+
+  // The block that a rank sent to this rank.
+  HW_DEVICE const T* from(int rank) const {
+    if (gathered) return gathered + rank * count;
+    return rank == exchange.rank ? block_for(rank) : reinterpret_cast<const T*>(landing(exchange.rank, rank));
+  }
+
+  // Landing memory of a rank for the block of a sender.
+  HW_DEVICE char* landing(int rank, int sender) const { return slots(rank) + number % 2 * kBlockBytes + sender * kMostBytes; }
+
+  // Flags of a rank for the parts of a sender's block.
+  HW_DEVICE uint32_t* flags(int rank, int sender) const {
+    return reinterpret_cast<uint32_t*>(slots(rank) + 2 * kBlockBytes) + sender * kParts;
+  }
+
+  HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
+
+#ifdef __CUDACC__
+  // Sends the blocks in parts, increments the exchange number when all thread blocks have read it, and waits for all parts. The
+  // number of parts depends only on the size, so it is equal on all ranks.
+  HW_DEVICE void begin() {
+    if (gathered) return;
+    number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
+    constexpr int64_t kVector = sizeof(uint4);
+    const int64_t vectors = (count * sizeof(T) + kVector - 1) / kVector, most = vectors * kVector / kPartBytes;
+    const int parts = most < 1 ? 1 : most < kParts ? most : kParts;
+    const int64_t each = (vectors + parts - 1) / parts;
+    for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+#pragma unroll
+      for (int peer = 0; peer < kRanks; ++peer) {
+        if (peer != exchange.rank) send(peer, part * each, (part + 1) * each < vectors ? (part + 1) * each : vectors);
+      }
+    }
+    __syncthreads();
+    const int peer = threadIdx.x;
+    if (peer < kRanks && peer != exchange.rank) {
+      __threadfence_system();
+      for (int part = blockIdx.x; part < parts; part += gridDim.x) {
+        asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flags(peer, exchange.rank) + part), "r"(number) : "memory");
+      }
+    }
+    if (threadIdx.x == 0 && atomicInc(exchange.state + 1, gridDim.x - 1) == gridDim.x - 1) *exchange.state = number;
+    griddep_launch();
+    for (int i = threadIdx.x; i < kRanks * parts; i += blockDim.x) {
+      if (i / parts != exchange.rank) wait(flags(exchange.rank, i / parts) + i % parts);
+    }
+    __syncthreads();
+  }
+
+  // Loads are issued before stores to overlap their latencies.
+  HW_DEVICE void send(int peer, int64_t first, int64_t end) const {
+    constexpr int kAtOnce = 4;
+    uint4* const target = reinterpret_cast<uint4*>(landing(peer, exchange.rank));
+    const int64_t step = blockDim.x;
+    for (int64_t from = first + threadIdx.x; from < end; from += kAtOnce * step) {
+      uint4 vectors[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (from + n * step < end) vectors[n] = padded<uint4>(block_for(peer), count, from + n * step);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (from + n * step < end) target[from + n * step] = vectors[n];
+      }
+    }
+  }
+
+  // Polls a flag until it has the number of this exchange, or of a later one: the peer may already be there.
+  HW_DEVICE void wait(const uint32_t* flag) const {
+    uint32_t seen = number - 1;
+    for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {
+      if (waited % 1024 == 0 && *static_cast<const volatile uint32_t*>(exchange.aborted)) return;
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    }
+  }
+#else
+  HW_DEVICE void begin() {}
+#endif
+};
+
+template <class T, int kRanks>
+using ScatteredSums = LandedBlocks<T, kRanks, true>;
+template <class T, int kRanks>
+using GatheredBlocks = LandedBlocks<T, kRanks, false>;
+
+// Pointer-like position in the sums or gathered blocks.
+template <class T, int kRanks, bool kSums>
+struct LandedBlocksAt {
+  const LandedBlocks<T, kRanks, kSums>* blocks;
+  int64_t first;
+
+  HW_DEVICE LandedBlocksAt operator+(int64_t further) const { return {blocks, first + further}; }
+  template <int kCount>
+  HW_DEVICE auto load() const {
+    return blocks->template values<kCount>(first);
+  }
+  template <int kCount>
+  HW_DEVICE auto request() const {
+    return load<kCount>();
+  }
+};
+
+// Vectors must not cross the end of a block.
+template <class T, int kRanks, bool kSums>
+HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
+  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));
 }
 
 }  // namespace hw

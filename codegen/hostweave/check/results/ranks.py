@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -203,13 +204,21 @@ class FieldRanks:
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Runs a kernel on the sum of all ranks' terms."""
+        """Runs a kernel on what its collective delivers."""
         for rank, operation in zip(ranks, operations, strict=True):
             _, *others = [access for access in operation.accesses if access.reads]
-            total = self.reduce_terms("sum", self.match_of[operation].sources(operation))
             (kernel,) = tree.names(operation.instruction, "launch")
-            reads = [total, *(self.view([rank], [access]).read() for access in others)]
+            reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
             self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
+
+    def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Lanes:
+        """The elements that a kernel's collective delivers to a rank, in the shape of the kernel's first input."""
+        assert kernel.exchanges
+        sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
+        whole = self.functions.concatenate(self.sent(sources)) if kind == "all_gather" else self.reduce_terms("sum", sources)
+        shape = tuple(size.bind(self.instances.sizes[rank]) for size in kernel.inputs[0].type.shape)
+        first = operation.process_group.index(rank) * prod(shape) if kind == "reduce_scatter" else 0
+        return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
     def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         """Executes puts, gets and signals: copies between the memory of this rank and its peer, and posts the signal."""

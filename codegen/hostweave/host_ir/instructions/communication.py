@@ -8,8 +8,9 @@ from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, 
 from hostweave.types.blocks import Cuts, Route
 
 EXCHANGE_RANKS = 8  # largest process group whose kernels exchange terms: hw::kExchangeRanks
-EXCHANGED = ("f16", "bf16", "f32")  # dtypes of such terms
-EXCHANGE_BYTES = 512 << 10  # largest term in bytes: hw::kExchangeBytes
+EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that they add
+EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce in bytes: hw::kExchangeBytes
+BLOCK_BYTES = 8 << 20  # largest bytes of the blocks of all ranks, for other exchanges: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
@@ -96,18 +97,35 @@ class AllReduce(FromTo, Reduction):
 
 
 @dataclass(frozen=True)
-class LaunchAllReduce(Collective):
-    """Launches a kernel that begins with an all_reduce of its first input. The kernels of the ranks exchange terms.
+class LaunchExchange(Collective):
+    """Launches a kernel that begins with a collective of its first input. The kernels of the ranks exchange terms or blocks.
 
-    Terms are summed in f32 in rank order, and the sum is rounded once.
+    Terms are summed in f32 in rank order, and the sum is rounded once. In the kernel, the input has the shape of the op's result: this
+    rank's block of a reduce_scatter, or the blocks of all ranks. Blocks are equal and consecutive.
     """
+
+    kind: ClassVar[str] = ""  # the kernel's first op
 
     kernel: Launched
     srcs: Reads
     dsts: Writes
     channel: str
-    syntax = "launch_all_reduce @{kernel} {srcs} -> {dsts} on {channel}"
     exchanges = True
+
+
+class LaunchAllReduce(LaunchExchange):
+    kind = "all_reduce"
+    syntax = "launch_all_reduce @{kernel} {srcs} -> {dsts} on {channel}"
+
+
+class LaunchReduceScatter(LaunchExchange):
+    kind = "reduce_scatter"
+    syntax = "launch_reduce_scatter @{kernel} {srcs} -> {dsts} on {channel}"
+
+
+class LaunchAllGather(LaunchExchange):
+    kind = "all_gather"
+    syntax = "launch_all_gather @{kernel} {srcs} -> {dsts} on {channel}"
 
 
 @dataclass(frozen=True)

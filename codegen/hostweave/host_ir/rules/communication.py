@@ -141,19 +141,24 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
         c.fail(f"signal {i.signal}: the largest signal number is {MAX_SIGNAL}")
 
 
-def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
-    """Checks that the kernel begins with an all_reduce of its first input, and that the kernels of all ranks can compute it."""
+def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:
+    """Checks that the kernel begins with a collective of its first input, and that the kernels of all ranks can compute it."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
-    term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops
-    name, dtype = c.kernels[i.kernel].inputs[0].name, c.types[term].dtype
-    if first.kind != "all_reduce" or first.tensors != (name,) or any(name in op.tensors for op in others):
-        c.fail(f"@{i.kernel} must begin with the all_reduce of %{name}, and no other op may read %{name}: reorder it, or use launch")
+    term, input, (first, *others) = i.srcs[0], c.kernels[i.kernel].inputs[0], c.kernels[i.kernel].ops
+    name, kind, dtype = input.name, i.kind, c.types[term].dtype
+    if first.kind != kind or first.tensors != (name,) or any(name in op.tensors for op in others):
+        c.fail(f"@{i.kernel} must begin with the {kind} of %{name}, and no other op may read %{name}: reorder it, or use launch")
     if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
         along = ", ".join(first[MESH_AXES].names)
-        c.fail(f"the all_reduce of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")
-    if first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED:
-        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, but kernels only sum {', '.join(ir.EXCHANGED)}: use all_reduce")
+        c.fail(f"the {kind} of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")
+    if kind != "all_gather" and (first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED):
+        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, but kernels only sum {', '.join(ir.EXCHANGED)}: use {kind}")
+    c.contiguous(term)
+    sent, got = (c.known(product(shape)) for shape in (c.types[term].shape, input.type.shape))
+    blocks = {"all_gather": (channel.size, 1), "reduce_scatter": (1, channel.size), "all_reduce": (1, 1)}[kind]
+    if dtype != input.type.dtype or sent * blocks[0] != got * blocks[1]:
+        c.fail(f"%{term} is {c.types[term]}, but the {kind} of @{i.kernel} gives {input.type}: give a rank equal blocks of the same dtype")
 
 
 RULES: dict[type[tree.Instruction], Rule] = {
@@ -164,5 +169,5 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),
     ir.Routed: _communication(_routed),
-    ir.LaunchAllReduce: _launch_all_reduce,
+    ir.LaunchExchange: _launch_exchange,
 }

@@ -282,12 +282,13 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
         c.fail(f"there is no kernel @{i.kernel}; the kernels are {', '.join('@' + name for name in c.kernels) or 'none'}")
     kernel = c.kernels[i.kernel]
     if kernel.exchanges and not i.exchanges:
-        c.fail(f"@{i.kernel} contains an all_reduce: use launch_all_reduce with a channel")
+        c.fail(f"@{i.kernel} contains the collective {kernel.exchanges.kind}: use launch_{kernel.exchanges.kind} with a channel")
     if len(i.srcs) != len(kernel.inputs):
         c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
     if len(i.dsts) != len(kernel.results):
         c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
-    for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
+    exchanged = int(i.exchanges)  # `_launch_exchange` checks the first input
+    for name, parameter in zip((*i.srcs, *i.dsts)[exchanged:], (*kernel.inputs, *kernel.results)[exchanged:], strict=True):
         wanted = BufferType(parameter.type.dtype, parameter.type.shape)
         c.expect_type(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")
 

@@ -27,6 +27,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import in_kernel, most_terms, seconds
 from hostweave.tune.overlaps import (
     HIDDEN_SECONDS,
+    KINDS,
     PRODUCTS,
     choice_of,
     filled,
@@ -36,17 +37,20 @@ from hostweave.tune.overlaps import (
     ways_outside_loops,
 )
 from hostweave.types.size import product
+from hostweave.types.tensor import BufferType
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that pays off.
 
-    Does nothing if computing small sums in the kernels that read them would save more time than overlap can hide (see `reduce_in_kernels`).
+    Does nothing if kernels that exchange small blocks themselves would save more time than overlap can hide (see `reduce_in_kernels`).
     Such a kernel must not overlap with other communication of the program, and takes less time than the start of a collective.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
-    beside = [_is_small_sum(op, body, options) for op, body in ops if op.result.is_async or op.result.stream]
+    beside = [
+        op.kind == "all_reduce" and _may_be_in_kernel(op, body, options) for op, body in ops if op.result.is_async or op.result.stream
+    ]
     may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not any(op.result.stream for op, _ in ops)
     if beside and may_be_in_kernels and (all(beside) or _saves_more_in_kernels(overlapped, options)):
         return fusion
@@ -54,8 +58,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
-    """True if, for stated sizes, computing small sums in kernels saves more time than all async communications take. Each call of a
-    function counts."""
+    """True if, for stated sizes, small collectives in kernels save more time than async communications hide. Each call of a function
+    counts."""
     calls, saved, hidden = Counter({fusion.name: 1}), 0.0, 0.0
     for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         times = seconds(body, options.sizes, options.figures, options.tf32)
@@ -65,22 +69,32 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
             if op.callee:
                 depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
                 calls[op.callee.name] += depth * calls[body.name]
-            elif communicates(op) and _is_small_sum(op, body, options):
-                term = body.types[op.tensors[0]].local(body.mesh)
-                if options.sizes.keys() >= set(product(term.shape).symbols):
-                    size = product(term.shape).bind(options.sizes) * term.dtype.itemsize
-                    saved += calls[body.name] * (times[op.result.name] - in_kernel(body.mesh.size_of(step_of(op).axes), size))
+            elif communicates(op) and _may_be_in_kernel(op, body, options):
+                size = product(_block(op, body).shape)
+                if options.sizes.keys() >= set(size.symbols):
+                    sent = size.bind(options.sizes) * op.result.type.dtype.itemsize
+                    alone = in_kernel(op.kind, body.mesh.size_of(step_of(op).axes), sent)
+                    if op.result.is_async and op.kind != "all_reduce":
+                        hidden += calls[body.name] * alone
+                    else:
+                        saved += calls[body.name] * (times[op.result.name] - alone)
             elif op.result.is_async:
                 hidden += calls[body.name] * times[op.result.name]
     return saved > hidden
 
 
-def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
-    """True if an all_reduce is small enough to be computed in a kernel. If sizes are not stated, true if it might be."""
-    if op.kind != "all_reduce" or op.result.stream or (step := step_of(op)).reduction != "sum":
+def _block(op: Op, body: Fusion) -> BufferType:
+    """What a rank sends to every other rank."""
+    whole = op.result.type if op.kind == "reduce_scatter" else body.types[op.tensors[0]]
+    return whole.local(body.mesh)
+
+
+def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
+    """True if a collective is small enough to be computed in a kernel. If sizes are not stated, true if it might be."""
+    if op.kind not in KINDS or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
-    term = body.types[op.tensors[0]].local(body.mesh)
-    most, size = most_terms(options.figures, body.mesh.size_of(step.axes), term), product(term.shape)
+    block = _block(op, body)
+    most, size = most_terms(options.figures, op.kind, body.mesh.size_of(step.axes), block), product(block.shape)
     return most > 0 and (not options.sizes.keys() >= set(size.symbols) or size.bind(options.sizes) <= most)
 
 

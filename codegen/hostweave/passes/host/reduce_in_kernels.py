@@ -1,4 +1,4 @@
-"""Computes a small all_reduce in the kernel that uses its result, or in a separate kernel.
+"""Computes a small all_reduce, reduce_scatter or all_gather in the kernel that uses its result, or in a separate kernel.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.ir import MeshAxes, Op, Value
-from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
+from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol
@@ -26,14 +25,25 @@ from hostweave.tune.cost import most_terms
 from hostweave.types.size import product
 from hostweave.types.tensor import Dim, TensorType
 
+IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
+    ir.AllReduce: ir.LaunchAllReduce,
+    ir.ReduceScatter: ir.LaunchReduceScatter,
+    ir.AllGather: ir.LaunchAllGather,
+}
+
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Moves small all_reduces into kernels. If the size is symbolic, a condition chooses at run time."""
+    """Moves small collectives into kernels. If the size is symbolic, a condition chooses at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
         return program
     return joined([_Reducing(part, options).program() for part in parts])
+
+
+def _block(i: ir.FromTo) -> str:
+    """The buffer of one block."""
+    return i.dst if i.blocks == "src" else i.src
 
 
 class _Reducing:
@@ -45,7 +55,9 @@ class _Reducing:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def program(self) -> ir.HostProgram:
-        reduces = [(place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.AllReduce)]
+        reduces = [
+            (place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.AllReduce | ir.ReduceScatter | ir.AllGather)
+        ]
         found = [(place, i, most) for place, i in reduces if (most := self.most(place, i))]
         if not found:
             return self.given
@@ -57,7 +69,8 @@ class _Reducing:
             merged = links.union(links.uses.places[place.number])
             for one in merged if isinstance(merged, list) else ():  # there is at most one
                 between = self.uses.places[place.number + 1 : one.consumer.number]
-                if one.consumer.number not in edits and not any(isinstance(p.instruction, ir.Communication) for p in between):
+                is_first = not any(isinstance(p.instruction, ir.Communication) for p in between)
+                if one.consumer.number not in edits and is_first and self.is_light(i, one.launch):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
             if not self.is_over(launch):
@@ -66,22 +79,42 @@ class _Reducing:
         body = tree.eliminate_dead_code(tree.edited(self.given.body, edits))
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
-    def most(self, place: Place, i: ir.AllReduce) -> int:
-        """Largest number of elements that a kernel should reduce, or 0."""
-        if i.op != "sum" or place.loop or place.mesh_body or place.statement != place.number:
+    def most(self, place: Place, i: ir.FromTo) -> int:
+        """Largest number of elements that a kernel should send to each rank, or 0."""
+        if (
+            (isinstance(i, ir.Reduction) and i.op != "sum")
+            or i.is_shared
+            or place.loop
+            or place.mesh_body
+            or place.statement != place.number
+        ):
             return 0
         channel = self.given.channel(i.channel)
         is_here = channel.mesh == self.given.mesh
-        return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
+        return most_terms(self.options.figures, IN_KERNELS[type(i)].kind, channel.size, self.uses.types[_block(i)]) if is_here else 0
 
-    def alone(self, i: ir.AllReduce) -> ir.Launch:
-        """Launch of a kernel that does only the all_reduce. This launch has no channel; `chosen` adds it."""
-        type, term = self.uses.types[i.src], self.uses.root(i.src)
-        tensor = TensorType(type.dtype, tuple(map(Dim, type.shape)))
-        facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)
-        op = Op("all_reduce", (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
+    def alone(self, i: ir.FromTo) -> ir.Launch:
+        """Launch of a kernel that does only the collective. This launch has no channel; `chosen` adds it."""
+        kind, term = IN_KERNELS[type(i)].kind, self.uses.root(i.src)
+        buffer = self.uses.types[i.src if kind == "all_reduce" else i.dst]
+        tensor = TensorType(buffer.dtype, tuple(map(Dim, buffer.shape)))
+        dim, reduction = None if kind == "all_reduce" else 0, None if kind == "all_gather" else "sum"
+        facts = attributes(dim=dim, axes=MeshAxes(self.given.channel(i.channel).axes), reduction=reduction)
+        op = Op(kind, (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
         kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
+
+    def is_light(self, i: ir.FromTo, merged: ir.Launch) -> bool:
+        """True if a kernel that waits for blocks may do the work of the consumer: it accesses no larger arrays, and no block.
+
+        Few of its thread blocks run at once.
+        """
+        if isinstance(i, ir.AllReduce):
+            return True
+        block, *others = merged.srcs
+        most, *sizes = (product(self.uses.types[name].shape) for name in (i.dst, *others, *merged.dsts))
+        are_small = all({*size.factors} <= {*most.factors} and size.coefficient <= most.coefficient * size.divisor for size in sizes)
+        return are_small and self.uses.root(block) not in map(self.uses.root, others)
 
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
         same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)
@@ -93,9 +126,9 @@ class _Reducing:
         """True if a result shares memory with the term. Other threads may still be sending a part of the term."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
-    def chosen(self, place: Place, i: ir.AllReduce, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
-        few = ir.LaunchAllReduce(launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
-        size = product(self.uses.types[i.src].shape)
+    def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
+        few = IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
+        size = product(self.uses.types[_block(i)].shape)
         if size.is_int:
             return few
         (name,) = (factor for factor in size.factors if isinstance(factor, str))
