@@ -56,7 +56,7 @@ def keys_in_a_loop(ranks: int, algorithm: str, t: DType, head: int = 8) -> hw.Fu
 
 
 def as_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     return tuple(torch.from_numpy(array if array.dtype.kind == "i" else array.astype("float64")) for array in arrays.values())
 
 

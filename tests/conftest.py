@@ -68,13 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     With GPUs, programs are compiled with the default flags. Otherwise they are not optimised, except in tests that use
     `optimised_kernels`. Tests that unset CXX also compile without precompiled headers.
     """
-    gc.disable()  # imports leave no garbage
+    gc.disable()  # imports create no garbage, so collections would only take time
     is_worker = hasattr(config, "workerinput")
     if is_worker or not gpus():
         make.CORES = 1  # other cores run other workers; this also merges all files of a runtime into one translation unit
     if not gpus():
         nvrtc.OPTIONS += quick_options()
-        # On one core, the parts of the runtime's kernel files take longer than the files.
+        # On one core, it takes longer to compile the runtime's kernel files in parts than whole.
         pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on the cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")

@@ -68,7 +68,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # calls do the same for uneven sizes
+        try:  # calls with uneven sizes run this variant
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
@@ -97,7 +97,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that divide without a remainder" in str(error):  # no such sizes exist, such as even N and N - 1
+        if "choose sizes that divide without a remainder" in str(error):  # such sizes do not exist, for example if N and N - 1 must be even
             return None
         raise
     return host

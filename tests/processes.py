@@ -76,9 +76,9 @@ class Ranks:
             try:
                 line = self.lines[rank].get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                pytest.fail(f"rank {rank} hangs; it said:\n{''.join(self.said[rank])}")
+                pytest.fail(f"rank {rank} hangs; its output:\n{''.join(self.said[rank])}")
             if line is None:
-                pytest.fail(f"rank {rank} has ended; it said:\n{''.join(self.said[rank])}")
+                pytest.fail(f"rank {rank} has ended; its output:\n{''.join(self.said[rank])}")
             if line.startswith(beginning or "rank "):
                 return line
 

@@ -68,7 +68,7 @@ def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.extra("torch")
 def test_the_script_of_the_tutorial_runs_in_processes(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torchrun starts the script: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     (script,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
@@ -102,7 +102,7 @@ def test_the_gallery_shows_what_examples_compile_to() -> None:
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
     """Runs this block only, because other blocks of the page need a model and GPUs."""
-    torch = pytest.importorskip("torch", reason="what the page is about: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)
     seen: dict[str, Any] = {"hw": hw, "torch": torch, "mesh": hw.Mesh(tp=2)}
@@ -188,7 +188,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 )
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
     """The block runs in a separate process, because both systems have global state."""
-    pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="what the block is about: pip install torch jax")
+    pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="needs PyTorch and JAX: pip install torch jax")
     text = (ROOT / "docs" / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
     arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)
@@ -202,7 +202,7 @@ def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.extra("torch")
 def test_the_readme_trains_a_module() -> None:
-    pytest.importorskip("torch", reason="what the block is about: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     seen: dict[str, Any] = {}
     exec(compile(block, "README.md", "exec"), seen)

@@ -41,7 +41,7 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 @pytest.mark.extra("yaml")
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github").rglob("*.yml")))
 def test_github_reads_the_file(path: str) -> None:
-    yaml = pytest.importorskip("yaml", reason="what the docs are built with has it: pip install '.[docs]'")
+    yaml = pytest.importorskip("yaml", reason="needs the packages of the documentation: pip install '.[docs]'")
     found = yaml.safe_load((ROOT / path).read_text())
     if "ISSUE_TEMPLATE" in path and not path.endswith("config.yml"):
         assert {"name", "description", "body"} <= found.keys()

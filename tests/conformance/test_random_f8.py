@@ -253,7 +253,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a call with such sizes does this
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # a call with such sizes runs this variant
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)

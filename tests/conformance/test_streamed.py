@@ -42,7 +42,7 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "auto"), (2, "auto"), (3, "auto"), (8, "auto"), (2, "one_sided"), (3, "one_sided")])
 def test_compiled(ranks: int, transport: str, target: str) -> None:
     if target == "cuda" and transport == "one_sided" and nccl() < 22900:
-        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+        pytest.skip("needs NCCL 2.29 or later: set NCCL_HOME to its folder")
     for pieces in (2,) if transport == "one_sided" else (1, 2) if ranks < 8 else (1,):
         fusion = streamed(ranks, pieces * ranks, transport)
         program = hw.compile(fusion, target=target, options=hw.Options(transport=transport))

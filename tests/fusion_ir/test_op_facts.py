@@ -228,7 +228,7 @@ def test_every_op_is_tested() -> None:
     with np.errstate(all="ignore"):
         shared = {case.op.kind for kind in FUSIONS for case in cases(FUSIONS[kind], RANDOM_EXP) if expect_shared(case)}
     gradients = {kind for kind in OPS if kind.startswith("attention_")}
-    have_no_facts = {"call", "repeat", "kernel", "output"}  # the callee's ops have, and a user states the types of a kernel
+    have_no_facts = {"call", "repeat", "kernel", "output"}  # the callee's ops have facts; users state the types of kernels
     assert set(OPS) == shared | gradients | {"iota", "fill", "renumber", *STEPS} | have_no_facts
     assert {kind for kind, op in OPS.items() if op.linear} <= set(FUSIONS) | {"renumber"}
 

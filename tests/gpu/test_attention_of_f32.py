@@ -35,7 +35,7 @@ def masks(size: int, group: int) -> Fusion:
 
 @pytest.mark.parametrize(("size", "group"), [(128, 8), (64, 1), (20, 2), (256, 4)])
 def test_matches_torch(size: int, group: int) -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     program = compiled(masks(size, group), "cuda")
     for rows, columns in ((1, 1), (1, 513), (37, 91), (500, 1000)):

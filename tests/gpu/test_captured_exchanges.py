@@ -23,7 +23,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
 from hostweave.types.tensor import block_of
 
-torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
 NAMES = (*LOOPS, "exchanges", "permutes")  # the last two have all kinds of communication outside of loops

@@ -17,7 +17,7 @@ import hostweave as hw
 from hostweave.base.errors import CaptureError, ExecutionError
 from hostweave.build.cuda import gpus
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 GPUS = len(gpus())
 REPLAYS = 100
@@ -434,7 +434,7 @@ def test_in_a_capture_of_cuda() -> None:
 
 
 def test_in_a_graph_of_cupy() -> None:
-    cupy = pytest.importorskip("cupy", reason="what this test captures with: pip install '.[cupy13]'")
+    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cupy13]'")
 
     def body(rank: int, group: hw.Group) -> None:
         mine, program = Rank(rank, 1), mlp_on(1)

@@ -67,7 +67,7 @@ def expected(q: Any, k: Any, v: Any, size: int) -> tuple[Any, ...]:
     ("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4), (hw.bf16, 256, 1), (hw.f16, 72, 2)]
 )
 def test_matches_torch(dtype: DType, size: int, group: int) -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
@@ -81,7 +81,7 @@ def test_matches_torch(dtype: DType, size: int, group: int) -> None:
 
 
 def test_operands_that_are_not_aligned() -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
     value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
     group = hw.init()
@@ -104,7 +104,7 @@ def cached(t: DType, rows: int, size: int) -> Fusion:
 @pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
 def test_lengths(rows: int, dtype: DType, size: int) -> None:
     """Attention of tokens to a partially filled cache. The result of a row that attends to no column is zeros."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
     program = compiled(cached(dtype, rows, size), "cuda")
@@ -146,7 +146,7 @@ def gradients(t: DType, size: int, group: int) -> Fusion:
     ("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4), (hw.f16, 72, 2), (hw.bf16, 8, 1)]
 )
 def test_gradients(dtype: DType, size: int, group: int) -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 3e-2) if dtype == hw.bf16 else (torch.float16, 5e-3)
@@ -171,7 +171,7 @@ def test_gradients(dtype: DType, size: int, group: int) -> None:
 
 def test_gradients_with_lengths() -> None:
     """With lengths, gradients of invalid columns are zero."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
 
     @hw.fusion(q=hw.bf16["B", 8, "S", 64], k=hw.bf16["B", 2, "T", 64], dy=hw.bf16["B", 8, "S", 64], n=hw.i32["B"])
@@ -198,7 +198,7 @@ def test_diagonals_beside_the_corners(diagonal: int) -> None:
 
     No row attends to the last columns.
     """
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
         q, k, given = (f"bf16[2, {heads}, {size}, 64]" for heads, size in ((8, rows), (2, columns), (8, rows)))
@@ -227,7 +227,7 @@ def test_diagonals_beside_the_corners(diagonal: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_parts_of_merged_projections(batch: int) -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     qkv = torch.randn(300, batch, 1, 10, 128, device="cuda").bfloat16()
     q, k, v = qkv[:, :, 0].permute(1, 2, 0, 3).split([8, 1, 1], 1)
     want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
@@ -244,7 +244,7 @@ def test_parts_of_merged_projections(batch: int) -> None:
 )
 def test_errors(type: str, operand: str, why: str) -> None:
     """Errors that only handwritten host IR can cause, because fusions decompose attention with such heads, and copy such operands."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
     result = type.rpartition(",")[0] + f", {size}]"
     cut = "  %s = slice %x[3: 64 from 0]\n" if operand == "%s" else ""
@@ -258,7 +258,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 def test_what_cudnn_has_not() -> None:
     """Cases without cuDNN: lengths with rows that do not start at row 0. Misaligned operands are copied."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
     body = "  attention %q, %k, %k scaled 0.1 diagonal -20 corner bottom_right lengths %n kernels bf16_64 -> %y lse %l\n"
@@ -316,7 +316,7 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
     """Packed sequences by cuDNN and by Hostweave's kernels, with empty sequences, and tokens outside of sequences."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
     program, back = compiled(packed(dtype, order, group, size, window), "cuda"), tuple(order.index(dim) for dim in range(4))

@@ -45,7 +45,7 @@ def test_matches_numpy(dtype: DType) -> None:
 
 
 def test_operands_that_are_not_aligned() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for dtype, torch_dtype in ((hw.f32, torch.float32), (hw.bf16, torch.bfloat16)):
         fusion = epilogues(dtype)
         arrays = random_arrays(fusion, {"M": 24, "K": 40, "N": 48}, seed=0)

@@ -48,7 +48,7 @@ def program(dtype: hw.DType) -> hw.Program:
 
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
 def test_every_routing(dtype: hw.DType) -> None:
-    torch = pytest.importorskip("torch", reason="which has bf16: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     of_torch = {hw.f64: torch.float64, hw.f32: torch.float32, hw.f16: torch.float16, hw.bf16: torch.bfloat16}[dtype]
     compiled = program(dtype)
     for t, experts, k, n in SIZES:
@@ -79,7 +79,7 @@ def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> 
 
 def test_offsets_change_between_replays() -> None:
     """The host does not read offsets, so a captured graph gives right results for other offsets."""
-    torch: Any = pytest.importorskip("torch", reason="whose tensors are changed: pip install torch")
+    torch: Any = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     compiled, (t, experts, k, n) = program(hw.bf16), SIZES[1]
     x, w, v, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((t, k), (experts, k, n), (experts, n, k), (t, n)))
     ends = torch.tensor(routings(t, experts)[0], dtype=torch.int32, device="cuda")

@@ -75,7 +75,7 @@ def hang(folder: str, how: str) -> None:
 
 def report_of(folder: Path, how: str) -> str:
     """The report that rank 0 prints."""
-    pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 
 @pytest.mark.parametrize("sharded", ["heads", "positions"])
 def test_a_cache_is_updated_in_place(sharded: str) -> None:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     cache_type = hw.bf16["B", "H@x", "S", "D"] if sharded == "heads" else hw.bf16["B", "H", "S@x", "D"]
     row_type = hw.bf16["B", "H@x", 1, "D"] if sharded == "heads" else hw.bf16["B", "H", 1, "D"]
     mesh = hw.Mesh(x=RANKS)

@@ -38,7 +38,7 @@ def test_every_routing(ranks: int) -> None:
 
 
 def test_routing_changes_between_replays() -> None:
-    torch: Any = pytest.importorskip("torch", reason="whose tensors are changed: pip install torch")
+    torch: Any = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     group, compiled = hw.init(), programs(1)["moe"]
     tensors = {name: torch.from_numpy(array.astype(np.float32)).cuda() for name, array in arrays("learned", 1).items() if name != "dy"}
     replay = compiled.capture(**tensors, group=group)

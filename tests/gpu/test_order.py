@@ -13,7 +13,7 @@ import hostweave as hw
 from hostweave.fusion_ir.frontend.indices import group_order
 from hostweave.fusion_ir.ops import OPS
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
 TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))

@@ -11,7 +11,7 @@ import pytest
 import hostweave as hw
 from hostweave.build.cuda import gpus
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 GPUS = len(gpus())
 CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # number of rounds, of 3 calls each

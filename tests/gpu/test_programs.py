@@ -112,7 +112,7 @@ def flat_matmul(dtype: DType) -> tuple[Fusion, hw.Program]:
 
 @pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16], ids=str)
 def test_torch(dtype: DType) -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, program = flat_matmul(dtype)
     sizes = sizes_of(fusion, times=8)
     arrays = {name: array.astype(np.float32) for name, array in integer_arrays(fusion, sizes, seed=0).items()}
@@ -128,7 +128,7 @@ def test_torch(dtype: DType) -> None:
 
 
 def test_torch_tensors_that_are_not_contiguous_or_on_another_gpu() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, program = flat_matmul(hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
     (want,) = run_reference(fusion, arrays)
@@ -140,7 +140,7 @@ def test_torch_tensors_that_are_not_contiguous_or_on_another_gpu() -> None:
 
 
 def test_the_current_stream_of_torch_is_waited_for() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, program = flat_matmul(hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
     (want,) = run_reference(fusion, arrays)
@@ -156,7 +156,7 @@ def test_the_current_stream_of_torch_is_waited_for() -> None:
 
 
 def test_cupy() -> None:
-    cupy = pytest.importorskip("cupy", reason="whose arrays the test passes: pip install '.[cupy13]'")
+    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cupy13]'")
     fusion, program = flat_matmul(hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
     (want,) = run_reference(fusion, arrays)
@@ -170,7 +170,7 @@ def test_cupy() -> None:
 
 @pytest.mark.parametrize("count", [2, 6, 12])
 def test_calls_in_flight_with_torch_tensors_stay_in_order(count: int) -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, program = flat_matmul(hw.bf16)
     sizes = sizes_of(fusion, times=64)
     calls = [random_arrays(fusion, sizes, seed) for seed in range(count)]
@@ -183,7 +183,7 @@ def test_calls_in_flight_with_torch_tensors_stay_in_order(count: int) -> None:
 
 
 def test_calls_in_flight_on_gpus_that_take_everything_from_one_queue() -> None:
-    pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     test = f"{__file__}::{test_calls_in_flight_with_torch_tensors_stay_in_order.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", test]
     done = subprocess.run(
@@ -217,7 +217,7 @@ def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
 
 
 def test_close_frees_the_memory_of_every_gpu() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     def free() -> list[int]:
         return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(ALL)]
@@ -259,7 +259,7 @@ def test_more_ranks_than_gpus() -> None:
 
 
 def test_an_array_on_a_gpu_for_a_program_on_the_cpu() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion = fusion_of("set", 1, 3, hw.f32)
     assert message_of(ArgumentError, lambda: compiled(fusion).run(x=torch.ones(3, 2, device="cuda:0"))) == (
         "set: x: is on GPU 0, but the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
@@ -317,7 +317,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
     """Memory of outputs comes from torch's allocator for the stream of the call, which reuses it only on that stream."""
-    torch = pytest.importorskip("torch", reason="whose streams the test uses: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])
     def twice(x):  # type: ignore[no-untyped-def]

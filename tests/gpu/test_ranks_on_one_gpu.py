@@ -55,14 +55,14 @@ def compare(fusion: Fusion, group: Group) -> None:
 
 
 def test_threads() -> None:
-    pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion, provider = fusion_of(NAMES[0], RANKS, 3, hw.bf16), hw.Threads(RANKS)
     with pytest.raises(ExecutionError, match="is a thread on the same GPU; run each rank as a process of its own"):
         provider.run(lambda rank: compare(fusion, hw.init(provider, device=0, call_timeout=15)))
 
 
 def test_processes() -> None:
-    pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}

@@ -46,7 +46,7 @@ def product(kind: str, k: int, n: int, out: hw.DType) -> hw.Fusion:
 @pytest.mark.parametrize("out", OUT, ids=str)
 @pytest.mark.parametrize("kind", ["tensor", "row", "vectors", "blocks"])
 def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
-    torch = pytest.importorskip("torch", reason="which the test compares with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for m, k, n in SIZES:
         torch.manual_seed(m + k)
         program = hw.compile(product(kind, k, n, out), target="cuda")

@@ -8,7 +8,7 @@ import pytest
 
 import hostweave as hw
 
-torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -12,7 +12,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.build.cuda import gpus
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 RANKS = min(len(gpus()), 8)
 CALLS = 200

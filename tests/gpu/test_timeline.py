@@ -9,7 +9,7 @@ from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.timeline.events import COMPUTE
 
-torch = pytest.importorskip("torch", reason="what fills the GPU: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 SIZES = {"M": 8192, "K": 4096, "N": 4096}

@@ -9,7 +9,7 @@ import pytest
 import hostweave as hw
 from hostweave.build.cuda import gpus
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}"),
 ]
-OLD = pytest.mark.skipif(GPUS >= 2 and nccl() < 22900, reason="needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+OLD = pytest.mark.skipif(GPUS >= 2 and nccl() < 22900, reason="needs NCCL 2.29 or later: set NCCL_HOME to its folder")
 TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 
 
@@ -56,7 +56,7 @@ def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
     """Communication outside of loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
-        pytest.skip("one rank has nobody to communicate with")
+        pytest.skip("one rank has no peer")
     if fusion.mesh.size > GPUS:
         pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {GPUS}")
     program = compiled(fusion, "cuda", Options(transport=transport))
@@ -78,7 +78,7 @@ def test_programs_take_turns_on_one_channel(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_torch_tensors_of_a_layer(ranks: int) -> None:
     """Sizes are so large that copies and matmuls overlap for a long time."""
-    torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     for name in ("ag_matmul_put", "matmul_rs_put"):
         fusion = fusion_of(name, ranks, 3, hw.bf16)
         sizes = {"M": 2048, "K": 1024, "N": 1024}
@@ -96,7 +96,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
 def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> None:
     """Ranks are threads, and arrays are freed between calls."""
-    torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)
 

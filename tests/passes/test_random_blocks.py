@@ -37,7 +37,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     result = replace(fusion, body=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
-    except ProgramError:  # no parameter determines some size
+    except ProgramError:  # a size that no parameter determines
         return None
     return result
 

@@ -34,7 +34,7 @@ def is_right(seed: int) -> bool:
 @pytest.mark.parametrize("seeds", parts(SEEDS, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
-    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # the others are refused
+    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # the other programs are refused
 
 
 @pytest.mark.parametrize("seeds", parts(40, 10000), ids=str)

@@ -55,7 +55,7 @@ def attention(ranks: int, t: DType) -> Fusion:
 
 
 def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, v, p, r, a, b, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
     def seen(rows: int, columns: int, shift: int, window: int | None = None) -> Any:
@@ -113,7 +113,7 @@ def decode(ranks: int, t: DType) -> Fusion:
 
 def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
     """Reference that computes each batch element separately, with only its valid keys."""
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
     def attend(q, k, lengths, causal="", window=1 << 30):  # type: ignore[no-untyped-def]
@@ -176,7 +176,7 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
     arrays = random_arrays(in_pieces, {}, seed=ranks)
     with parallel(check_dependencies=True):
         expect(in_pieces, arrays, compiled(in_pieces).run(**arrays, ranks=True))
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k = (torch.from_numpy(arrays[name].astype(np.float64)).flatten(0, 1).permute(1, 0, 2) for name in "qk")
     want = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
     np.testing.assert_allclose(run_reference(in_pieces, arrays)[0], want.numpy(), 1e-10, 1e-10)
@@ -240,7 +240,7 @@ def test_attention_without_a_kernel_is_composed() -> None:
     assert "attention(" not in str(hw.fusion(q=hw.f64[2, "S", 8], k=hw.f64[2, "T", 8])(lambda q, k: hw.attention(q, k, k, "bottom_right")))
     arrays = random_arrays(composed, {"B": 4}, seed=0)
     expect(composed, arrays, compiled(composed).run(**arrays, ranks=True))
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k = (torch.from_numpy(arrays[name]).double() for name in "qk")
     distance = torch.arange(6)[:, None] + 2 - torch.arange(8)
     mask = (distance >= 0) & (distance < 3)

@@ -58,7 +58,7 @@ def sizes_for(ranks: int) -> dict[str, int]:
 
 
 def expected(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, v, rows, keys, values = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
     y, lse, *_ = by_torch(q, k, v, "top_left")
     return y.numpy(), lse.numpy(), by_torch(rows, keys, values)[0].numpy()
@@ -91,7 +91,7 @@ def test_matches_torch(ranks: int, tp: int, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_on_gpus(algorithm: str, size: int) -> None:
     if algorithm == "put" and nccl() < 22900:
-        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+        pytest.skip("needs NCCL 2.29 or later: set NCCL_HOME to its folder")
     fusion = in_loops(2, hw.bf16, algorithm)
     arrays = random_arrays(fusion, {name: times * size for name, times in sizes_for(2).items()} | {"B": 2}, seed=0)
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
@@ -132,7 +132,7 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
     assert sum(isinstance(i, ir.Attention) for i in tree.walk(program.host.body)) == 3
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     wanted = by_torch(*(torch.from_numpy(array.astype(np.float64)) for array in arrays.values()), "top_left")
     for got, want in zip(run_reference(fusion, arrays), wanted, strict=False):
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
@@ -153,7 +153,7 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["put(2)", "p2p(2)"])
 def test_rows_in_zigzag_on_gpus(way: str) -> None:
     if way == "put(2)" and nccl() < 22900:
-        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+        pytest.skip("needs NCCL 2.29 or later: set NCCL_HOME to its folder")
     fusion, options = in_zigzag(2, hw.bf16), Options(sizes={"B": 2, "S": 4096}, ways={"@in_zigzag %k_gathered": way})
     arrays = random_arrays(fusion, {"B": 2, "S": 4096}, seed=0)
     expect(fusion, arrays, compiled(fusion, "cuda", options).run(**arrays, ranks=True))

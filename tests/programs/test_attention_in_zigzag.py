@@ -60,7 +60,7 @@ def in_zigzag(mesh: hw.Mesh, t: DType) -> Fusion:
 
 
 def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, v, dy, rows, keys, given, some, ordered = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
     def attend(q, k, v, causal=True, window=1 << 30):  # type: ignore[no-untyped-def]

@@ -66,7 +66,7 @@ def masked(ranks: int, t: DType) -> Fusion:
 
 
 def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     q, k, v, bias, of_columns, n, some, cached, near, rows, keys, of_rows, p, r, begins, one, alone = as_torch(arrays)
     tokens, packed = (x.permute(1, 2, 0, 3) for x in (p, r))
     hidden = torch.where(of_columns > 0, 0.0, -torch.inf)

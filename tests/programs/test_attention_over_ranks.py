@@ -58,7 +58,7 @@ def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
 
 
 def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     one, some, k, v, n, q, keys, values, dq = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
     def attend(q, k, v, causal="", window=1 << 30, scale=None, ends=None):  # type: ignore[no-untyped-def]

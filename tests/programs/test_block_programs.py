@@ -154,7 +154,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
 def test_32_layers_of_llama() -> None:
     """One function, with two gathers and two reduce-scatters, is called 32 times. Compilation takes a few seconds."""
     fusion = load_file(EXAMPLES / "llama.py").llama
-    started = time.process_time()  # CPU time does not depend on other processes
+    started = time.process_time()  # CPU time, because it does not depend on other processes
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]

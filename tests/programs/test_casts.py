@@ -12,7 +12,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 pytestmark = pytest.mark.usefixtures("optimised_kernels")
 

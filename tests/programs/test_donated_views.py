@@ -22,7 +22,7 @@ from hostweave.runtime.cpu import parallel
 from hostweave.types.tensor import block_of, holds
 
 Traced = Callable[..., Any]
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 VIEWS: dict[str, Callable[[Any], Any]] = {

@@ -33,7 +33,7 @@ from adamw import ZERO, adamw, rates
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Traced = Callable[..., Any]
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}

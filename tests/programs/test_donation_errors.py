@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 
 Traced = Callable[..., Any]
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_of_what_was_overwritten_is_found() -> None:

@@ -21,7 +21,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower
 
 Array = NDArray[Any]
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # all uneven on 4 ranks; one rank has no elements of W
 INPUTS = {
     "x": hw.f32["M", "N"],
@@ -303,7 +303,7 @@ def test_the_first_ones_are_ordered_alone() -> None:
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
     assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more elements than a GPU sorts partially
-    assert "grid_of_orders(B, V, 5)" in compiled.source  # all blocks sort one long row; otherwise each block sorts a row
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # all thread blocks sort one long row; shorter rows have one block each
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))

@@ -18,9 +18,9 @@ import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 
-pytest.importorskip("safetensors", reason="what a checkpoint is read with: pip install safetensors")
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
-transformers = pytest.importorskip("transformers", reason="what these tests compare with: pip install transformers")
+pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 sys.path.insert(0, str(EXAMPLES))
 import llama  # noqa: E402
 from checkpoint import CheckpointError, read_config  # noqa: E402
@@ -152,7 +152,7 @@ def test_draws_are_of_the_most_probable_tokens() -> None:
 
 
 def write_tokenizer(folder: Path) -> Any:
-    tokenizers = pytest.importorskip("tokenizers", reason="what a prompt is read with: pip install tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
     words = {f"w{number}": number for number in range(96)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -53,7 +53,7 @@ class Variant:
 
 
 SMALL = Variant(ranks=3, chunks=5, streams=4)
-ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream its records and waits are redundant
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # with one stream, the records and waits of this program are redundant
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 

@@ -17,7 +17,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 EDGES = (0.0, 0.5, 1.0, 1.5, 2.5, 3.7, 2.0**-130, 8388607.5, 2.0**31, 1e30, np.inf)
 SMALL = (0, 1, 2, 3, 100)

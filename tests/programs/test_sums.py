@@ -10,7 +10,7 @@ import pytest
 
 import hostweave as hw
 
-torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 pytestmark = pytest.mark.usefixtures("optimised_kernels")
 

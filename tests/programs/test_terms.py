@@ -33,7 +33,7 @@ from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
-WIDTH = 4096  # width of rows; a few rows are a small sum
+WIDTH = 4096  # width of rows; the sum of a few rows is small
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
@@ -408,7 +408,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool
             if state not in seen:
                 seen.add(state)
                 ahead.append(state)
-    assert any(done == (exchanges,) * ranks for done, *_ in seen), "no rank comes to the end"
+    assert any(done == (exchanges,) * ranks for done, *_ in seen), "no rank ends"
     return False
 
 

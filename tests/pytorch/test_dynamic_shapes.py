@@ -8,7 +8,7 @@ import pytest
 from compiled_fusions import unrolled_ir
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-pytest.importorskip("transformers", reason="the models of this test: pip install transformers")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 import small_models  # noqa: E402
 import transformers  # noqa: E402

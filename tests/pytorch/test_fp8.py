@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-transformers = pytest.importorskip("transformers", reason="needs a model: pip install transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 from torch import nn  # noqa: E402
 from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear  # noqa: E402
 from transformers.integrations.finegrained_fp8 import FP8Linear  # noqa: E402
@@ -68,7 +68,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # part of the next two
+        *(pytest.param(hw.Mesh(tp=ranks), TP, marks=pytest.mark.slow) for ranks in (1, 2)),  # the next two cases contain these
         (hw.Mesh(dp=2, tp=2), TP | {"x": "dp, -, -"}),
         (hw.Mesh(tp=4), TP | {"x": "-, tp, -", "down": "-, tp, -"}),
     ],

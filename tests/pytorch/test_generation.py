@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-transformers = pytest.importorskip("transformers", reason="the models of this test: pip install transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402

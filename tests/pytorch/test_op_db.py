@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-pytest.importorskip("expecttest", reason="torch.testing needs it: pip install expecttest")
+pytest.importorskip("expecttest", reason="needs expecttest: pip install expecttest")
 
 from op_entries import NOT_COMPARED, Entry, Several, entries, fresh  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -38,7 +38,7 @@ CASES = [
     for number in range(BATCHES)
     for ranks in (1, 2, 4)
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about some of its samples
+pytestmark = pytest.mark.filterwarnings("ignore")  # some samples of the database cause warnings
 GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of elements that are replaced is not 0
 
 

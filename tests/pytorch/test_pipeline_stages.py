@@ -93,7 +93,7 @@ PLANS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's pipeline() raises it
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's pipeline() causes this warning
 @pytest.mark.parametrize(
     ("axis", "schedule"),
     [
@@ -137,7 +137,7 @@ def test_ranks_of_a_group_have_what_their_stages_have() -> None:
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda of: torch.optim.AdamW(of, lr=1e-2, eps=1e-3),
-    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # its state does not count steps
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),  # the state of SGD does not count steps
 }
 
 

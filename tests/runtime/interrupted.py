@@ -20,7 +20,7 @@ import numpy as np
 
 import hostweave as hw
 
-SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # most seconds until an interrupt
+SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # largest time until an interrupt, in seconds
 SOON = 10.0  # seconds, because other tests may use the machine
 RANKS = 2
 X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5

@@ -67,7 +67,7 @@ def test_an_array_that_cannot_be_written_to() -> None:
 
 @pytest.mark.extra("torch")
 def test_torch() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     x, w = torch.from_numpy(X).bfloat16(), torch.from_numpy(W).bfloat16()
     y = MATMUL.run(x=x, w=w)
     assert isinstance(y, torch.Tensor)
@@ -79,7 +79,7 @@ def test_torch() -> None:
 
 @pytest.mark.extra("torch")
 def test_torch_tensors_that_do_not_fit() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     sparse = torch.eye(4).bfloat16().to_sparse()
     assert message_of(x=sparse) == "ag_matmul: x: its layout is torch.sparse_coo; call .to_dense()"
     assert message_of(x=torch.empty(8, 4, device="meta")) == 'ag_matmul: x: it is on meta; call .to("cpu") or .to("cuda")'
@@ -90,7 +90,7 @@ def test_torch_tensors_that_do_not_fit() -> None:
 
 @pytest.mark.extra("torch")
 def test_torch_tensors_that_require_grad() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     x, w = torch.nn.Parameter(torch.from_numpy(X).bfloat16()), torch.from_numpy(W).bfloat16()
     refused = "requires grad, but programs have no gradients; call .detach(), or run the program under torch.no_grad()"
     assert message_of(x=x, w=w) == f"ag_matmul: x: {refused}"
@@ -105,7 +105,7 @@ def test_torch_tensors_that_require_grad() -> None:
 
 @pytest.mark.extra("torch")
 def test_torch_tensors_without_memory_of_their_own() -> None:
-    torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import DTensor
 

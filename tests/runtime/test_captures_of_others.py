@@ -238,7 +238,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # earlier calls end in this time, in which `progress` is not read
+            time.sleep(0.1)  # earlier calls end during this time, and `progress` is not read
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress

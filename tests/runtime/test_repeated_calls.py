@@ -15,7 +15,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime import checked_call
 
-torch = pytest.importorskip("torch", reason="whose arrays change under a call: pip install torch")
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 @hw.fusion(mesh=hw.Mesh(x=1), donate={"kept": 0}, x=hw.f32["M", 4], kept=hw.f32["M", 4], w=hw.f32[4])
@@ -132,7 +132,7 @@ def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:
     gc.disable()
     try:
         del program
-        assert local() is not None  # the program with bound inputs still uses it
+        assert local() is not None  # the program with bound inputs still uses `local`
         del model
         assert local() is None
     finally:

@@ -102,7 +102,7 @@ def test_reduce_scatters_of_two_gpus(shape: Shape, times: tuple[int, float, floa
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("tokens", "measured"), LAYER.items())
 def test_a_layer_of_two_gpus(tokens: int, measured: float) -> None:
-    pytest.importorskip("torch", reason="the benchmark compares with it: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     benchmark: Any = load_file(BENCHMARKS / "sequence_parallel.py")
     sizes = benchmark.sizes_of(tokens)
     assert predicted(benchmark.fusion_of(2), sizes).micros / 1e3 == pytest.approx(measured, rel=0.1)
@@ -110,7 +110,7 @@ def test_a_layer_of_two_gpus(tokens: int, measured: float) -> None:
 
 @pytest.mark.extra("torch")
 def test_sharded_weights_of_two_gpus() -> None:
-    pytest.importorskip("torch", reason="the benchmark compares with it: pip install torch")
+    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     benchmark: Any = load_file(BENCHMARKS / "fsdp.py")
     figures = {"machine": H200, "check": False}
     chosen = benchmark.compiled_for(2, "rows", **figures)

@@ -247,7 +247,7 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
     assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads %a
-    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data that the wait is for
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the wait may be for data that the second kernel reads
     assert apart("", "launch @multiply_y %w, %w -> %b")  # the two kernels have no common operand
 
 
