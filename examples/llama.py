@@ -261,7 +261,7 @@ def run(given, sampling):
     text = needed("tokenizers").decoders.DecodeStream()
 
     def show(token):
-        print(text.step(tokenizer, token) or "", end="", flush=True)  # empty while a character is incomplete
+        print(text.step(tokenizer, token) or "", end="", flush=True)  # empty if the tokens so far end in the middle of a character
 
     programs = compiled(c, given.tp, given.target, sampling is not None)
     ranks = hw.Threads(given.tp)

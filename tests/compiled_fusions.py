@@ -77,7 +77,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """NumPy's results. They are cached, because a test may run the same arrays in many schedules."""
+    """NumPy's results, which are cached, because a test may run the same arrays in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)

@@ -160,8 +160,8 @@ def imports_or_skips(module: Path) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests with the extras, and all
-    other tests without."""
+    """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests in an environment with the
+    extras, and all other tests in one without extras."""
     with pytest.MonkeyPatch.context() as patch:
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))

@@ -114,7 +114,7 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """Collected names, and some of the macros. If an identifier is reserved in C++, only the part that programs may contain is used."""
+    """All collected names, and some macros. If an identifier is reserved in C++, only the part that programs may contain is used."""
     found = of_templates() | of_headers() | C_FUNCTIONS
     defined = macros(*CPU_INCLUDES) if cuda.find_cuda().missing else macros(*CPU_INCLUDES) | macros(*folders_of("cuda"))
     found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # another test uses all macros

@@ -35,7 +35,7 @@ def mlp_on(ranks: int, **options: Any) -> hw.Program:
 
 
 def streamed_on(ranks: int) -> hw.Program:
-    """A gather in a chunk loop with matmuls, which uses side streams, events, sends and recvs."""
+    """A gather in a chunk loop with matmuls. The loop uses side streams, events, sends and recvs."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -83,7 +83,7 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
-    """Rows are uneven, or fewer than ranks. The sizes of concatenated parts are multiples of a vector, or not."""
+    """Rows are uneven, or fewer than ranks. Parts have vectorisable and other sizes."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
     for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)

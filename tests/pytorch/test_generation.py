@@ -167,7 +167,7 @@ def test_a_module_of_one_token_and_a_cache() -> None:
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
-    assert "repeat" in model.program.fusion_ir  # a former defect: the names of new values of the cache counted by 3, not by 1
+    assert "repeat" in model.program.fusion_ir  # a former defect: the numbers in names of new cache values increased by 3, not by 1
 
 
 def test_refusals() -> None:
