@@ -303,7 +303,7 @@ class Emitter:
         """Returns the launch of a generated kernel on the given buffers. `first` replaces the argument of the first buffer."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
         if kernel.exchanges:
-            types[0] = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)  # what it delivers
+            types[0] = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)  # the type of the collective's result
         emitted = self.context.launched(kernel, tuple(types))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)

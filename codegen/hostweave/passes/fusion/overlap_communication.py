@@ -84,7 +84,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
 
 
 def _block(op: Op, body: Fusion) -> BufferType:
-    """What a rank sends to every other rank."""
+    """Type of the block that a rank sends to every other rank."""
     whole = op.result.type if op.kind == "reduce_scatter" else body.types[op.tensors[0]]
     return whole.local(body.mesh)
 
