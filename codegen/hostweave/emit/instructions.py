@@ -293,8 +293,7 @@ class Emitter:
     def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
         kernel = self.context.declared[i.kernel]
-        delivered = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)
-        block = self.count_of(delivered) if i.kind == "reduce_scatter" else self.count(i.srcs[0])
+        block = self.count_of(kernel.delivered) if i.kind == "reduce_scatter" else self.count(i.srcs[0])
         return self.launch_of(kernel, i.srcs, i.dsts, "launch_exchange", (exchange, self.text(i.srcs[0]), block))
 
     def launch_of(
@@ -302,9 +301,7 @@ class Emitter:
     ) -> str:
         """Returns the launch of a generated kernel on the given buffers. `first` replaces the argument of the first buffer."""
         types = [self.type_of(name) for name in (*srcs, *dsts)]
-        if kernel.exchanges:
-            types[0] = BufferType(kernel.inputs[0].type.dtype, kernel.inputs[0].type.shape)  # the type of the collective's result
-        emitted = self.context.launched(kernel, tuple(types))
+        emitted = self.context.launched(kernel, (kernel.delivered, *types[1:]) if first else tuple(types))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *map(self.integers.size, emitted.sizes))
         return self.call(launch, emitted.kernel, emitted.grid, arguments)
 

@@ -87,6 +87,12 @@ class Kernel:
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
     @property
+    def delivered(self) -> BufferType:
+        """Type of the collective's result, which the kernel reads as its first input."""
+        first = self.inputs[0].type
+        return BufferType(first.dtype, first.shape)
+
+    @property
     def sizes(self) -> tuple[Size, ...]:
         """Symbolic sizes in the attributes of the ops."""
         return tuple(value for op in self.ops for _, value in op.attributes if isinstance(value, Size))
