@@ -82,13 +82,13 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
     run_page(name, tmp_path, monkeypatch)
 
 
-def test_the_page_on_timelines_shows_what_a_report_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_timelines_shows_the_printed_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = run_page("timeline", tmp_path, monkeypatch)
     assert f"```text\n{seen['report']}\n```" in (ROOT / "docs" / "timeline.md").read_text()
     assert (tmp_path / "down_proj.html").is_file()
 
 
-def test_the_gallery_shows_what_examples_compile_to() -> None:
+def test_the_gallery_shows_compiled_examples() -> None:
     """Tests one entry. All entries are generated when the documentation is built."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
@@ -225,7 +225,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(seen["y"], np.full((64, 8), 16, bfloat16))
 
 
-def test_the_page_on_overlap_shows_what_is_explained() -> None:
+def test_the_page_on_overlap_shows_the_output_of_explain() -> None:
     types = {"x": hw.bf16["M@x", "K"], "w": hw.bf16["K", "N@x"]}
     sizes = {"M": 8192, "K": 8192, "N": 14336}
     mlp = hw.fusion(mesh=hw.Mesh(x=2), **types)(lambda x, w: hw.matmul(x, w))
@@ -247,7 +247,7 @@ def test_every_environment_variable_is_documented() -> None:
     assert not {name for name in names if name not in page} - {"SLURM_STEP_NODELIST"}  # srun sets it
 
 
-def test_nothing_cites_what_users_do_not_have() -> None:
+def test_no_file_cites_documents_that_users_do_not_have() -> None:
     folders = ("docs", "examples", "codegen/hostweave", "templates", "runtime_cpp")
     texts = [ROOT / "README.md", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     texts = [path for path in texts if path.suffix in (".md", ".py", ".h", ".cpp", ".j2")]

@@ -268,14 +268,14 @@ def test_a_file_named_by_text(tmp_path: Path) -> None:
 PRODUCT = hw.compile(fused(lambda x, w: hw.matmul(x, w), **WEIGHTED))
 
 
-def test_run_takes_arrays_by_position_and_by_name() -> None:
+def test_run_accepts_arrays_by_position_and_by_name() -> None:
     for y in (PRODUCT.run(X, W), PRODUCT.run(X, w=W), PRODUCT.run(w=W, x=X)):
         np.testing.assert_allclose(y, X @ W)
     assert len(PRODUCT.run(X, W, ranks=True)) == 2
     assert len(PRODUCT.measure(X, w=W, warmups=0, repetitions=1)) == 2
 
 
-def test_a_rank_takes_arrays_by_position_and_by_name() -> None:
+def test_a_rank_accepts_arrays_by_position_and_by_name() -> None:
     ranks = hw.Threads(2)
 
     def rank(number: int) -> list[np.ndarray[Any, Any]]:
@@ -317,7 +317,7 @@ OF_TENSORS = [name for name in dir(hw) if "Tensor" in str(getattr(getattr(hw, na
 
 
 @pytest.mark.parametrize("name", OF_TENSORS)
-def test_any_value_for_any_parameter_is_taken_or_refused(name: str) -> None:
+def test_any_value_for_any_parameter_is_accepted_or_refused(name: str) -> None:
     function = getattr(hw, name)
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.KEYWORD_ONLY]

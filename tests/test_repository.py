@@ -50,7 +50,7 @@ def test_github_reads_the_file(path: str) -> None:
         assert all(job["steps"] and job["runs-on"] for job in found["jobs"].values())
 
 
-def test_the_workflow_runs_what_every_change_must_pass() -> None:
+def test_the_workflow_runs_the_script_for_every_change() -> None:
     assert "      - run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 

@@ -150,7 +150,7 @@ def test_a_cache_entry_has_sources_log_and_module(empty_cache: Path) -> None:
     assert program.module.name == "doubled"
 
 
-def test_the_key_has_the_compiler_and_what_options_change(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_the_compiler_and_on_the_generated_code(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hw.compile(doubled).folder
     assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # not changed by these options
     compiler = tmp_path / "my-c++"
@@ -204,7 +204,7 @@ def lines_of_doctor() -> list[str]:
     return [f"{name:<10} {text}" for name, text in report()]
 
 
-def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_roots", lambda: [])
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -392,7 +392,7 @@ def test_a_name_of_300_characters(empty_cache: Path) -> None:
     np.testing.assert_array_equal(hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])(named)).run(x=X), X + X)
 
 
-def test_a_build_evicts_what_was_used_longest_ago(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_evicts_the_least_recently_used_entries(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = hw.compile(doubled).folder
     os.utime(old / "SHA256SUMS", (0, 0))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
@@ -410,7 +410,7 @@ def test_a_folder_for_edited_sources_that_cannot_be_written(empty_cache: Path, m
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16, hw.i64, hw.i32, hw.i16, hw.i8, hw.u64, hw.u32, hw.u16, hw.u8], ids=str)
-def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> None:
+def test_nvrtc_finds_the_kernels_of_every_dtype(dtype: Any, tmp_path: Path) -> None:
     @hw.fusion(mesh=hw.Mesh(x=1), x=dtype["M", "K"])
     def extremes(x):
         return hw.max(x, axis=0), hw.min(x, axis=1)

@@ -78,7 +78,7 @@ for name in NAMES:
 """
 
 
-def test_a_check_leaves_nothing_to_the_garbage_collector() -> None:
+def test_a_check_creates_no_reference_cycles() -> None:
     """The check leaves no reference cycles, because a garbage collection of its objects would take as long as the check. The test runs in a
     separate process, because threads of other tests may leave cycles at any time.
     """

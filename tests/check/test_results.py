@@ -127,7 +127,7 @@ def test_the_first_value_that_differs_is_named(wrong: int, monkeypatch: pytest.M
         hw.compile(model)
 
 
-def test_reports_what_it_leaves_out() -> None:
+def test_parts_that_are_not_compared_are_reported() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 4])
     def doubled(x: hw.Tensor) -> hw.Tensor:
         source = "__global__ void twice(const float* x, float* y, int64_t n) { for (int64_t i : hw::over_grid(4 * n)) y[i] = 2 * x[i]; }"

@@ -101,7 +101,7 @@ def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
     assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", stage)
 
 
-def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path) -> None:
+def test_inspect_shows_the_changes_of_every_stage(capsys: Captured, tmp_path: Path) -> None:
     """The output is the program before the passes, and then the difference that each pass makes. Together they give the final program. A
     pass without changes has one line."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
@@ -120,7 +120,7 @@ def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path
         assert whole.read_text() == texts[stage]
 
 
-def test_inspect_knows_the_examples_of_the_package(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_finds_the_examples_of_the_package(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert output_of(capsys, "inspect", "seeds:ag_matmul_p2p", *AT_FOUR, "--after", "input") == golden("ag_matmul_p2p", "input")
 

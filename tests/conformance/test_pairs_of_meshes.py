@@ -50,7 +50,7 @@ def turned(first: Mesh, second: Mesh) -> Fusion:
 
 @pytest.mark.parametrize("make", [reduced, gathered, turned])
 @pytest.mark.parametrize("first", MESHES, ids=str)
-def test_every_rank_has_what_numpy_says(make, first: Mesh) -> None:  # type: ignore[no-untyped-def]
+def test_results_of_every_rank_equal_those_of_numpy(make, first: Mesh) -> None:  # type: ignore[no-untyped-def]
     for second in MESHES:
         fusion = make(first, second)
         host = lower(fusion, hw.Options())

@@ -246,7 +246,7 @@ def options(seed: int) -> Options:
 # Seed 25: several ranks have parts of one row. 40: several ranks have parts of one block. 14: a size that is divided twice. 87: named
 # sizes of blocks.
 @pytest.mark.parametrize("seed", [*range(16), 25, 40, 87, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 700))])
-def test_every_rank_has_what_numpy_says(seed: int) -> None:
+def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     assert hw.Fusion.parse(str(fusion)) == fusion

@@ -66,7 +66,7 @@ def program(seed: int) -> Fusion:
 
 
 @pytest.mark.parametrize("seed", [*range(40), 7200367])  # the last seed uses a view of one mesh on another mesh
-def test_every_rank_has_what_numpy_says(seed: int) -> None:
+def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     fusion = program(seed)
     host = lower(fusion, hw.Options())
     assert hw.Fusion.parse(str(fusion)) == fusion

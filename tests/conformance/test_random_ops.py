@@ -193,7 +193,7 @@ def given_arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 1000))])
-def test_every_rank_has_what_numpy_says(seed: int) -> None:
+def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     draw = random.Random(seed)
     fusion = program(draw)
     symbols = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols}

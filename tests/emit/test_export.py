@@ -137,7 +137,7 @@ def attention(q, k):  # type: ignore[no-untyped-def]
     return hw.attention(q, k, k, "bottom_right", enable_gqa=True)
 
 
-def test_a_project_without_a_reference_says_so(tmp_path: Path) -> None:
+def test_a_project_without_a_reference_reports_it(tmp_path: Path) -> None:
     source = 'extern "C" __global__ void twice(const float* x, float* y) {}'
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"])

@@ -149,7 +149,7 @@ def test_operands_of_later_loops_are_loaded_with_the_row(length: int, dtype: Any
     assert text.index(f"{held[-1]} = row.load(") < text.index("row.reduce(")
 
 
-def test_a_row_that_all_iterations_share_is_loaded_once_beside_computed_values() -> None:
+def test_a_row_shared_by_iterations_is_loaded_once() -> None:
     @hw.fusion(x=hw.bf16["M", 4096], w=hw.bf16[4096])
     def quantized(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         return hw.quantize(hw.rms_norm(x, w), "row")
@@ -201,7 +201,7 @@ def squares_and_sums(x, scales):
 
 
 @pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
-def test_columns_are_reduced_by_tiles_beside_vectors_and_with_every_element(function: Any) -> None:
+def test_columns_are_reduced_by_tiles_with_other_operands(function: Any) -> None:
     """x is read along its rows, even if other operands are contiguous along the columns of x."""
     text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
     assert "hw::over_columns<kWidth>(4096)" in text

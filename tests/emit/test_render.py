@@ -54,7 +54,7 @@ def test_there_are_kernel_files_only_where_there_are_kernels() -> None:
     assert list(render(host_text.parse(PROGRAM))) == ["program.hw", "program.h", "program.cpp", "binding.cpp"]
 
 
-def test_the_host_ir_is_a_file_of_its_own() -> None:
+def test_the_host_ir_is_a_separate_file() -> None:
     texts = render(host_text.parse(PROGRAM))
     assert texts["program.hw"] == PROGRAM
     assert texts["program.cpp"].startswith('#include "program.h"\n')

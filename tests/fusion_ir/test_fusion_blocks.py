@@ -300,7 +300,7 @@ def test_texts(text: str) -> None:
 # --- functions of many tensors ----------------------------------------------------------------------------------------
 
 
-def test_a_function_takes_the_inputs_that_it_does_not_name() -> None:
+def test_unnamed_inputs_are_keyword_arguments() -> None:
     @hw.fusion(x=hw.f32["M"], **{f"b_{i}": hw.f32["M"] for i in range(3)})
     def total(x: hw.Tensor, **biases: hw.Tensor) -> hw.Tensor:
         for bias in biases.values():

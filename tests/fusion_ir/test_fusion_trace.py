@@ -107,7 +107,7 @@ def test_names_of_ops_and_their_operands() -> None:
     ]
 
 
-def test_names_that_are_taken() -> None:
+def test_names_that_are_already_used() -> None:
     fusion = trace("a = -y\nb = -a\nreturn hw.exp(-b)", y=X)
     assert ops(fusion) == [
         "%a: bf16[M, K] = negative(%y)",
@@ -153,7 +153,7 @@ def test_matmul_broadcasts_batches() -> None:
     assert ops(fusion)[0] == "%y: f32[4, 8, M, N] = matmul(%x, %w)"
 
 
-def test_a_first_dim_of_known_extent_is_walked() -> None:
+def test_python_can_iterate_over_a_first_dim_of_known_size() -> None:
     @hw.fusion(x=hw.f32[3, "N"])
     def total(x):
         assert len(x) == 3

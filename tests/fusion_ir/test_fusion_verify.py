@@ -300,7 +300,7 @@ def test_chunk_loops(words: str, stream: str, message: str) -> None:
     assert str(caught.value) == f"text:3: {message}"
 
 
-def test_a_loop_takes_each_shard_of_a_gather() -> None:
+def test_a_loop_over_the_shards_of_a_gather() -> None:
     ops = """%g: f32[4, 8] async = all_gather(%w, dim=1, axes=(x))
   loop 3 chunks by_shard local_first of %g {
     %y: f32[8, 8] stream(1) = matmul(%x, %g)

@@ -181,7 +181,7 @@ def test_host_text_and_check() -> None:
         ("for %i in 0..depth", "for %i in 0..depth - 1"),
     ],
 )
-def test_check_finds_what_is_wrong_in_a_loop(old: str, new: str) -> None:
+def test_the_check_detects_errors_in_a_loop(old: str, new: str) -> None:
     assert old in HOST
     with pytest.raises((ProgramError, ParseError)):
         check(HostProgram.parse(HOST.replace(old, new, 1)), fusion=layers(5))

@@ -78,7 +78,7 @@ def test_matches_numpy(name: str, ranks: int, times: int) -> None:
         np.testing.assert_array_equal(outputs[parameter.name].astype(np.float32), block)
 
 
-def test_takes_local_arrays_too() -> None:
+def test_local_arrays_as_inputs() -> None:
     host = program("ag_matmul_flat", 2)
     x, w = np.arange(8.0).reshape(4, 2), np.ones((2, 3))
     first, second = interpret(host, {"x": [x[:2], x[2:]], "w": [w, w]})

@@ -292,7 +292,7 @@ def test_body(body: str) -> None:
     assert str(caught.value) == BODIES[body]
 
 
-def test_a_condition_on_what_a_rank_holds() -> None:
+def test_a_condition_on_the_data_of_a_rank() -> None:
     """A pass could construct such a condition, but text cannot express it."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))

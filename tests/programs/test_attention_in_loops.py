@@ -197,7 +197,7 @@ def test_not_chosen_where_it_loses() -> None:
     assert [choice.taken.name for choice in slow] == ["none"]
 
 
-def test_stated_way() -> None:
+def test_stated_alternative() -> None:
     host = lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "p2p(3)"}))
     assert sum(isinstance(i, ir.Attention) for i in tree.walk(host.body)) == 2
     with pytest.raises(ProgramError, match=r"put\(6\) is not possible; use one of put\(3\), none, p2p\(3\)"):

@@ -254,7 +254,7 @@ def test_a_bias_that_is_not_there_has_no_gradient() -> None:
         Fusion.parse(text)
 
 
-def test_explain_says_which_kernels() -> None:
+def test_explain_names_the_kernels() -> None:
     """`explain` names cases without cuDNN: a bias with a diagonal that does not start at the top left, and lengths with a causal mask of
     sharded rows."""
 

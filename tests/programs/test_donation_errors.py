@@ -20,7 +20,7 @@ Traced = Callable[..., Any]
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
-def test_a_read_of_what_was_overwritten_is_found() -> None:
+def test_a_read_after_an_overwrite_is_detected() -> None:
     """If a read is moved after the update, in the text or to another stream, the check reports it."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
@@ -110,7 +110,7 @@ REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_IN_FUNCTION)
-def test_a_function_reads_what_was_overwritten(name: str) -> None:
+def test_a_function_that_reads_overwritten_memory(name: str) -> None:
     check_host(HostProgram.parse(IN_FUNCTION))
     before, after, message = REFUSED_IN_FUNCTION[name]
     wrong = HostProgram.parse(IN_FUNCTION.replace(before, after))

@@ -341,7 +341,7 @@ def test_an_index_that_is_out_of_range() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_on_gpus_the_nearest_index_is_taken(ranks: int) -> None:
+def test_gpus_use_the_nearest_valid_index(ranks: int) -> None:
     if len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
 

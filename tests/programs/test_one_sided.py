@@ -64,7 +64,7 @@ def test_several_programs_on_one_channel() -> None:
             expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
 
 
-def test_a_closed_program_leaves_its_channel_to_others() -> None:
+def test_other_programs_use_the_channel_of_a_closed_program() -> None:
     fusion = fusion_of("mlp_put", 2, 3, hw.bf16)
     arrays = integer_arrays(fusion, sizes_of(fusion, times=1), 0)
     for _ in range(2):

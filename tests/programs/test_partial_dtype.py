@@ -71,7 +71,7 @@ def test_a_matmul_returns_its_sum_in_f32() -> None:
     assert lower(program, Options(partial_dtype=hw.f32)) == lower(program, Options())
 
 
-def test_other_reductions_cast_what_they_take() -> None:
+def test_other_reductions_cast_their_operands() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "N"])
     def reductions(x):
         return hw.sum(x, axis=0), hw.prod(x, axis=0), hw.max(x, axis=0)

@@ -239,7 +239,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
-def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
+def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
     """For scales per block, numbers of rows that are not multiples of 4 are padded, as cuBLASLt requires, also if a loop accumulates."""
     of_a, of_b = scales_of(kind, M, K, N)
 

@@ -88,7 +88,7 @@ def test_layer_norm_errs_as_little_as_torch(offset: float, target: str) -> None:
     assert np.abs(result - exact).max() <= 4 * error_of_torch
 
 
-def test_sums_of_what_is_not_finite(target: str) -> None:
+def test_sums_of_infinities_and_nans(target: str) -> None:
     @hw.fusion(x=hw.f32["M", "N"])
     def sums(x):
         return hw.sum(x, 1), hw.mean(x, 1), hw.var(x, 1)

@@ -179,7 +179,7 @@ def test_blocks_of_any_schedule() -> None:
             expect(fusion, arrays, got)
 
 
-def test_captured_beside_calls() -> None:
+def test_graphs_and_calls_of_two_programs() -> None:
     """Graphs and calls of two programs are ordered on their common channel."""
     ranks = 2
     program, other = compiled(reduced(hw.f32, ranks)), compiled(reduced(hw.f32, ranks, rows="T", width=8))

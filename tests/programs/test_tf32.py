@@ -20,7 +20,7 @@ def products(t: hw.DType) -> Fusion:
     return products
 
 
-def test_products_of_f32_say_so() -> None:
+def test_products_of_f32_are_marked_in_the_ir() -> None:
     host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
     assert "  matmul %x, %w in tf32 bias %b activation relu -> %relu_w\n" in str(host)
     assert "  matmul %x, %u in tf32 -> %matmul_u\n" in str(host)

@@ -280,7 +280,7 @@ def test_launch_of_threads_and_blocks() -> None:
         hw.fusion(x=hw.f32["M"])(lambda x: hw.kernel(GOOD, "f", 1, [x, hw.f32["M"]]).stream(0))
 
 
-def test_numpy_does_not_know_it() -> None:
+def test_the_numpy_reference_refuses_user_kernels() -> None:
     fusion, x = one(GOOD), np.zeros(4, np.float32)
     wanted = "NumPy cannot compute the user's C\\+\\+"
     with pytest.raises(ArgumentError, match=f"kernel: {wanted}; compare the program with a NumPy function that you write$"):

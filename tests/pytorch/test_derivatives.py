@@ -77,7 +77,7 @@ def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypa
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_each_layer_draws_its_own_numbers() -> None:
+def test_each_layer_draws_different_numbers() -> None:
     module = Stack().train()
     for layer in module.layers:
         layer.dropout.p = 0.5

@@ -91,7 +91,7 @@ def test_linears_and_their_gradients(scaling: str, mesh: hw.Mesh, plan: dict[str
     assert errors[3] < 0.1  # the gradient of a bias is computed from an 8-bit gradient
 
 
-def test_only_what_is_named() -> None:
+def test_only_named_layers_use_8_bit_floats() -> None:
     module, x = MLP().eval(), torch.randn(64, 128, dtype=torch.bfloat16)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), TP, (x,), fp8={"up": "row"})
     assert str(model.program.host).count(" scales ") == 1

@@ -81,7 +81,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
         assert ("4@tp" in decode.fusion_ir) == (ranks > 1)
 
 
-def test_ranks_of_a_group_and_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has some heads of the cache, and launches a graph for each token. For the same logits, the sampled tokens equal torch's."""
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))

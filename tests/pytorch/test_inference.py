@@ -172,7 +172,7 @@ def test_values_computed_from_buffers_are_not_stale(name: str, training: bool) -
             compiled(x)
 
 
-def test_torch_compile_leaves_it_as_it_is() -> None:
+def test_torch_compile_does_not_change_a_compiled_module() -> None:
     module, x = nn.Linear(8, 8), torch.ones(2, 8)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "tp, -"}, (x,))
     with torch.no_grad():

@@ -31,7 +31,7 @@ def size(parameters: list[Parameter], mesh: hw.Mesh) -> int:
 
 @pytest.mark.slow  # three programs of a model
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_takes_no_more_than_forward_and_backward_pass_and_state(ranks: int) -> None:
+def test_a_step_needs_no_more_memory_than_its_parts(ranks: int) -> None:
     """In a step, a layer saves no more values than in a separate forward pass, because the backward pass recomputes the rest."""
     module, inputs, plan = training_model("llama", ranks)
     mesh = hw.Mesh(tp=ranks)

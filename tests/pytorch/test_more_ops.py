@@ -197,7 +197,7 @@ step = Straight.apply
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_derivatives_of_the_users_own(ranks: int) -> None:
+def test_derivatives_defined_by_users(ranks: int) -> None:
     torch.manual_seed(0)
 
     def twice(y: Any) -> Any:

@@ -116,7 +116,7 @@ def test_a_pipe_of_torch_with_another_axis(axis: str, schedule: str) -> None:
 
 
 @pytest.mark.extra
-def test_ranks_of_a_group_have_what_their_stages_have() -> None:
+def test_ranks_of_a_group_have_the_parameters_of_their_stages() -> None:
     model, want, step, (x, target) = chain(2, "zero_bubble", 2)
     wanted = nn.functional.mse_loss(want(x), target)
     wanted.backward()

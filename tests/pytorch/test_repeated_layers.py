@@ -294,7 +294,7 @@ def caching(kind: type[Caching], count: int = 3) -> WithCache:
     return WithCache([kind(number, 2.0) for number in range(count)]).eval()
 
 
-def test_layers_that_use_their_own_state_in_a_cache_are_traced_once() -> None:
+def test_layers_with_separate_state_in_a_cache_are_traced_once() -> None:
     """The index of a layer chooses the state, and has no other effect."""
     expect(caching(Caching), "", "0", "0")
     expect(caching(CacheInPlace), "", "0", "0")

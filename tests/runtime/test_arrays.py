@@ -104,7 +104,7 @@ def test_torch_tensors_that_require_grad() -> None:
 
 
 @pytest.mark.extra("torch")
-def test_torch_tensors_without_memory_of_their_own() -> None:
+def test_torch_tensors_without_memory() -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import DTensor

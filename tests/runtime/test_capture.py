@@ -23,7 +23,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
-def test_replays_beside_calls(ranks: int) -> None:
+def test_replays_between_calls(ranks: int) -> None:
     """Replays two graphs of one program with new inputs. Calls of the program in between also have larger sizes."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
@@ -115,7 +115,7 @@ def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
-def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
+def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
     """Calls with signals. Each rank passes its arrays in a different order.
 
     If there are few sets of arrays, calls become graphs. If one rank passes new arrays, this rank captures again. Larger sizes follow. If

@@ -222,7 +222,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
-    """The report has the right number of the unfinished call, for any number of finished calls before it that were not polled."""
+    """The report names the right unfinished call, even if earlier finished calls were not polled."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:

@@ -87,7 +87,7 @@ def test_outputs_that_are_given() -> None:
 
 
 @pytest.mark.extra("torch")
-def test_results_come_in_the_library_of_the_first_input() -> None:
+def test_results_are_arrays_of_the_first_inputs_library() -> None:
     import torch
 
     def rank(rank: int) -> None:
@@ -130,7 +130,7 @@ def test_groups_of_different_names_do_not_mix() -> None:
     assert provider.run(rank) == [None] * RANKS
 
 
-def test_run_beside_a_group() -> None:
+def test_run_while_a_group_makes_calls() -> None:
     done = threading.Event()
     results = []
 
@@ -346,7 +346,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
         np.testing.assert_array_equal(result, 2 * x_of(at))
 
 
-def test_an_interrupted_call_says_so_to_the_others() -> None:
+def test_an_interrupted_call_informs_the_other_ranks() -> None:
     """The other ranks get a message about the interrupt, although KeyboardInterrupt has no text."""
     group = hw.init(hw.Threads(1))
 

@@ -110,7 +110,7 @@ def test_torchrun(place: Place) -> None:
 @pytest.mark.usefixtures("all_built")
 @pytest.mark.extra("torch")
 @everywhere
-def test_torchrun_beside_torch_distributed(place: Place) -> None:
+def test_torchrun_with_torch_distributed(place: Place) -> None:
     check_output(place, run(place, torchrun(place), "torch"), times=2)
 
 
@@ -143,7 +143,7 @@ def test_no_launcher(place: Place, provider: str) -> None:
 
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize("place", [CPU])
-def test_ranks_decide_together_what_is_a_graph(place: Place) -> None:
+def test_ranks_decide_together_to_use_graphs(place: Place) -> None:
     """Ranks decide through the store, because without `verify_calls` a rank has no other information about the arrays of other ranks."""
     port = free_port()
     with Ranks([as_rank(rank, 2, port) for rank in range(2)], "graphs", "environment", place.target) as ranks:
@@ -276,7 +276,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
 @pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("on", ["one host", "two hosts"])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
-def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, on: str) -> None:
+def test_ranks_that_seem_to_be_on_different_hosts(place: Place, program: str, on: str) -> None:
     """NCCL may treat ranks of one host as ranks on different hosts. Transport `peer` works anyway, because it queries the GPUs for peer
     access."""
     if place.target == "cuda" and place.killed > GPUS:

@@ -221,7 +221,7 @@ store.close()
 
 
 @pytest.mark.extra("torch")
-def test_beside_torch_distributed_by_the_same_environment() -> None:
+def test_torch_distributed_with_the_same_environment() -> None:
     """torch.distributed, initialised before or after hw.init, uses MASTER_PORT. Its default store works as a provider, too."""
     script = """
 import os

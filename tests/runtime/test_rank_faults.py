@@ -208,7 +208,7 @@ def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: P
     np.testing.assert_array_equal(AG_MATMUL.run(x=X, w=W), X @ W)
 
 
-def test_a_rank_that_leaves() -> None:
+def test_a_rank_that_closes_its_group() -> None:
     gone = threading.Event()
 
     def rank(rank: int) -> Any:
@@ -333,7 +333,7 @@ said(lambda: program(x))
 """
 
 
-def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
+def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
     """The CPU device reports errors with which NCCL would hang or give wrong results."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
@@ -429,7 +429,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
     assert len(gathered) == exchanges * RANKS
 
 
-def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     class Native:
         aborted: str | None = None
 
@@ -545,7 +545,7 @@ def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -
 
 
 @pytest.mark.parametrize("what", ["a call", "an exchange", "check", "close"])
-def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
+def test_time_limits_apply_if_the_store_does_not_answer(what: str) -> None:
     store, program = Stopped(), hw.compile(twice)
     provider = hw.Threads(2)
     both = threading.Barrier(2)

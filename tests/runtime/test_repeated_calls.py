@@ -113,7 +113,7 @@ def test_a_masked_array_on_known_memory_is_refused(checks: list[str]) -> None:
             PROGRAM(*given, out=(None, of_out))
 
 
-def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> None:
+def test_no_array_is_kept_alive_and_few_sets_are_remembered(checks: list[str]) -> None:
     for rows in range(1, 100):
         x, kept, w = arrays(rows)
         seen = [weakref.ref(array) for array in (x, kept, w, *PROGRAM(x, kept, w))]

@@ -172,7 +172,7 @@ def test_programs_of_several_sizes_and_threads() -> None:
     assert not failures
 
 
-def test_other_threads_go_on_while_a_program_runs(broken) -> None:
+def test_other_threads_continue_while_a_program_runs(broken) -> None:
     program = broken("multiply(", "for (int i = 0; i < 2000; ++i) LINE")
     done = threading.Event()
     caller = threading.Thread(target=lambda: (program.run(**arguments()), done.set()))
@@ -304,7 +304,7 @@ def test_ctrl_c(broken) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns about forks if another test has imported it
-def test_a_forked_process_says_that_it_cannot_run_programs() -> None:
+def test_a_forked_process_cannot_run_programs() -> None:
     assert works()
     read, write = os.pipe()
     if (child := os.fork()) == 0:

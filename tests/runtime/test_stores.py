@@ -218,7 +218,7 @@ store.close()
 
 
 @pytest.mark.parametrize("timeout", [100.0, float("inf")])
-def test_a_client_that_dies_while_it_waits_leaves_no_waiter(server: TcpServer, tcp_store: TcpStore, timeout: float) -> None:
+def test_the_server_removes_a_client_that_dies_while_it_waits(server: TcpServer, tcp_store: TcpStore, timeout: float) -> None:
     script = f"""
 from hostweave.runtime.stores import TcpStore
 TcpStore([("127.0.0.1", {server.port})], "job", 5).get("never", float("{timeout}"))
@@ -295,7 +295,7 @@ def test_a_value_that_is_set_while_its_reader_times_out(server: TcpServer, turns
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_the_store_listens_at_the_address_asked_for_alone(host: str) -> None:
+def test_the_store_listens_only_at_the_given_address(host: str) -> None:
     server = TcpServer([(host, 0)], "job")
     try:
         assert server.socket.getsockname()[0] in ({"127.0.0.1", "::1"} if host == "localhost" else {host})

@@ -15,7 +15,7 @@ from hostweave.runtime.exchange import CallSignature
 from hostweave.runtime.team import Team
 
 
-def test_a_failure_leaves_ranks_of_another_number_as_they_were() -> None:
+def test_a_failure_does_not_affect_other_teams() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
     def total(x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, axis="M")

@@ -32,7 +32,7 @@ def test_text() -> None:
         hw.f32["S@zigzag(cp"]
 
 
-def test_axes_of_one_rank_leave_it_as_it_is() -> None:
+def test_axes_of_one_rank_do_not_change_zigzag() -> None:
     both = Zigzag(("dp", "cp"))
     assert some_of(both, lambda axis: axis == "cp", ranks_stay=True) == Zigzag(("cp",))
     assert some_of(both, lambda axis: axis == "cp") == ("cp",) != Zigzag(("cp",))

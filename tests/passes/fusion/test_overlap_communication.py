@@ -267,7 +267,7 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
     assert ("launch_all_reduce" in str(lower(program, Options(machine=H200)))) == in_kernels
 
 
-def test_a_reduce_scatter_beside_products() -> None:
+def test_a_reduce_scatter_that_overlaps_with_products() -> None:
     """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if they occupy multiprocessors for less time than
     NCCL."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"

@@ -191,7 +191,7 @@ def test_layers_of_llama_overlap_by_themselves() -> None:
         assert taken.count("put") >= 2
 
 
-def test_stated_ways() -> None:
+def test_stated_alternatives() -> None:
     assert taken(GATHER, ways={"@f %g": "none"}) == ["none"]
     assert taken(GATHER, ways={"@f %g": "p2p(2)"}) == ["p2p(2)"]
     with pytest.raises(ProgramError) as caught:

@@ -89,14 +89,14 @@ STAY = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_kernels_that_stay(name: str) -> None:
+def test_kernels_that_are_not_folded(name: str) -> None:
     inputs, ops = STAY[name]
     head = "(%x: {t}[M, N], %w: {t}[N, N], %b: {t}[N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh()"
     before = host(kernel(*ops, inputs=inputs), f"{PRODUCT}\nlaunch @k {srcs(inputs)} -> %y", head)
     assert folded(before) == str(before)
 
 
-def test_a_kernel_is_left_with_what_a_value_that_it_wrote_leads_to() -> None:
+def test_a_kernel_keeps_the_ops_after_a_folded_value() -> None:
     """A kernel adds, writes the sum, and computes another result from it. The addition becomes an epilogue, and the kernel reads the
     sum."""
     ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
@@ -199,13 +199,13 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_programs_that_stay(name: str) -> None:
+def test_programs_that_the_pass_does_not_change(name: str) -> None:
     head = "(%x: {t}[M, N], %w: {t}[N, N], %b: {t}[N]) -> (%y: {t}[M, N], %z: {t}[M, N]) mesh() streams(ring[2])"
     before = host(ADD, "%h = allocate {t}[M, N]\n" + BODIES[name], head)
     assert str(fold_epilogues(before, Options())) == str(before)
 
 
-def test_a_row_that_is_broadcast_over_what_is_added_stays() -> None:
+def test_a_broadcast_row_is_not_folded() -> None:
     head = "(%x: {t}[1, K], %w: {t}[K, N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh()"
     add = "kernel @k(%h: {t}[1, N], %r: {t}[M, N]) {\n  %y: {t}[M, N] = add(%r, %h)\n}\n"
     before = host(add, "%h = allocate {t}[1, N]\nmatmul %x, %w -> %h\nlaunch @k %h, %r -> %y", head)

@@ -95,7 +95,7 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
     )
 
 
-def test_a_reduction_and_what_it_leads_to_read_the_input_once() -> None:
+def test_a_reduction_and_its_consumers_read_the_input_once() -> None:
     before = host("""\
 %h = allocate f32[M, N]
 launch @negative_h %x -> %h
@@ -270,7 +270,7 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
-def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
+def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
     """In the backward pass of a norm, the kernel of the column sum does not use values of the row sum's kernel, so that these values need
     not be written."""
     x = hw.bf16["M", "N"]
@@ -293,7 +293,7 @@ def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
     assert text.count("launch @") == 2
 
 
-def test_what_is_needed_elsewhere_is_written_as_well() -> None:
+def test_a_value_with_other_uses_is_also_written() -> None:
     returned = host("launch @negative_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @multiply_y %y, %x -> %z\nall_reduce sum %z -> %z on x")
     assert fused(returned).startswith("""\
 kernel @negative_multiply_h_y(%x: f32[M, N]) {
@@ -320,7 +320,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 """)
 
 
-def test_streams_that_write_nothing_of_it_go_on_between() -> None:
+def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
     """Kernels are fused across an asynchronous gather whose result only a later matmul uses."""
     text = fused(
         host(
@@ -331,7 +331,7 @@ def test_streams_that_write_nothing_of_it_go_on_between() -> None:
     assert "launch @negative_multiply_y %x -> %y\n  join ring" in text
 
 
-def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
+def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
     """Kernels are fused although a stream is running: a loop has written the kernel's input chunk by chunk, and does not write it
     again."""
     text = fused(
@@ -424,7 +424,7 @@ def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
     assert "kernel @negative_subtract_y(%x_2: f32[N], %x: f32[M, N]) {" in text
 
 
-def test_what_two_kernels_took_over_is_computed_once() -> None:
+def test_an_op_of_two_fused_kernels_is_computed_once() -> None:
     """Two kernels each contain the cast of c. When they become one kernel, it has the cast only once."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
@@ -436,7 +436,7 @@ def test_what_two_kernels_took_over_is_computed_once() -> None:
     assert host_ir.count("= astype(%c)") == 1
 
 
-def test_what_updates_is_named_by_what_it_updates() -> None:
+def test_an_update_is_named_after_the_updated_tensor() -> None:
     step = hw.fusion(x=hw.f32["M", "N"], row=hw.f32[1, "N"], at=hw.i32[()])(lambda x, row, at: hw.dynamic_update_slice(x, row * 2, (at, 0)))
     assert "launch @dynamic_update_slice_x " in hw.compile(step).host_ir
 
@@ -475,7 +475,7 @@ def test_numbers_are_neither_operands_nor_zeros_of_another_sign(both: Callable[[
         np.testing.assert_allclose(result, want)
 
 
-def test_numbers_are_told_apart_as_they_are_written() -> None:
+def test_numbers_are_compared_by_their_text() -> None:
     def op(number: float) -> Op:
         return Op("multiply", ("x", number), Value("y", hw.f32["M"]))
 

@@ -38,7 +38,7 @@ def test_a_symbolic_number_of_rows_is_a_condition() -> None:
 
 
 @pytest.mark.parametrize(("rows", "fuses"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)])
-def test_a_known_number_of_rows_decides(rows: int, fuses: bool) -> None:
+def test_a_known_number_of_rows_selects_the_kernel(rows: int, fuses: bool) -> None:
     assert body(rows) == (["launch @maximum_multiply_y_of_few_rows %x, %wg, %wu -> %y"] if fuses else [])
 
 

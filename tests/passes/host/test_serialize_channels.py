@@ -180,7 +180,7 @@ def test_ordered_communications_are_not_changed(program: HostProgram) -> None:
     assert serialize_channels(program, Options()) is program
 
 
-def test_names_that_are_taken() -> None:
+def test_names_that_are_already_used() -> None:
     program = in_turn(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")))
     assert [(events.name, events.count) for events in program.events] == [("turn_2", 1)]
 

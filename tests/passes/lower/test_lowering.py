@@ -87,7 +87,7 @@ def test_operands_are_computed_in_the_result() -> None:
         assert (parts, placement.by_kernel) == (({"a": ("y", 0), "b": ("y", 1)}, set()) if "matmul" in first else ({}, {"y"}))
 
 
-def test_an_operand_with_another_use_has_its_own_memory() -> None:
+def test_an_operand_with_another_use_has_separate_memory() -> None:
     joined = flow("%x: f32[M, M]", "%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = matmul(%a, %a)\n%y: f32[2*M, M] = concat(%a, %b, axis=0)")
     assert list(placement_of(joined).parts) == ["b"]
 
