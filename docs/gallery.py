@@ -37,7 +37,7 @@ ENTRIES = (
     ),
     Entry(
         "All-gather and matmul in a ring",
-        "Each rank passes on the shard that it has just multiplied, so a transfer has one peer.",
+        "Each rank sends the shard that it multiplies to the next rank.",
         "seeds",
         "ag_matmul_ring",
         {"M": 8192, "K": 8192, "N": 8192},
@@ -45,7 +45,7 @@ ENTRIES = (
     ),
     Entry(
         "Matmul and reduce-scatter in a ring",
-        "A partial sum travels around the ring. Each rank adds its own term before it passes the sum on.",
+        "Each rank adds its term to a partial sum, and sends the partial sum to the next rank.",
         "seeds",
         "matmul_rs_ring",
         {"M": 8192, "K": 8192, "N": 8192},
@@ -53,7 +53,7 @@ ENTRIES = (
     ),
     Entry(
         "Matmul and all-reduce in chunks",
-        "While one chunk of the product is reduced, the next one is computed.",
+        "While one chunk of the product is reduced, the next chunk is computed.",
         "seeds",
         "matmul_ar",
         {"m": 4096, "K": 4096, "N": 8192},
@@ -61,7 +61,7 @@ ENTRIES = (
     ),
     Entry(
         "Sequence-parallel MLP",
-        "The sharding of the input asks for a gather and a reduce-scatter. Copies and signals go straight to the memory of the peers.",
+        "The sharding of the input requires a gather and a reduce-scatter. Copies and signals write directly to the memory of the peers.",
         "transformer",
         "mlp_sp",
         {"S": 4096, "B": 2, "E": 8192, "F": 28672},
