@@ -158,6 +158,7 @@ def test_a_row_shared_by_iterations_is_loaded_once() -> None:
     text = sources["kernels.cu"]
     assert text.index("w_j = row.load(w)") < text.index("row.of(M)") < text.index("x_ij = row.load(x")
     assert "hw::ResidentGrid{M, 128}" in sources["program.cpp"]
+    assert "__launch_bounds__(128, 8)" in text
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,8 @@ def test_sums_of_few_terms_side_by_side_do_not() -> None:
 
 @pytest.mark.parametrize(("dtype", "prefix", "suffix"), [(hw.bf16, "hw::fast_", ""), (hw.f16, "hw::fast_", ""), (hw.f32, "", "f")])
 def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
-    calls = ((hw.silu, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
+    silu = "hw::fast_sigmoid(" if prefix else "expf("
+    calls = ((hw.silu, silu), (hw.exp, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
     for op, call in calls:
         for function in (op, lambda x, op=op: (op(x), hw.astype(x, hw.f32))):  # also with a second result, in f32
             text = kernels(function, x=dtype["M", 8])
@@ -299,16 +301,29 @@ def test_rows(length: int, is_known: bool, target: str) -> None:
 
 def test_an_expensive_value_is_computed_once() -> None:
     text = kernels(lambda x, y: hw.quantize(hw.silu(x) * y, "row"), x=hw.bf16["M", 4096], y=hw.bf16["M", 4096])
-    assert text.count("fast_exp(") == 1
+    assert text.count("fast_sigmoid(") == 1
     assert "const auto multiply_x_row = row.hold([&](const hw::Chunk j) {" in text
     assert "row.load(" not in text
 
 
-@pytest.mark.parametrize(("length", "threads"), [(4096, 128), (14336, 448), (28672, 896)])
-def test_a_long_row_of_held_values_has_many_threads(length: int, threads: int) -> None:
+@pytest.mark.parametrize(("length", "threads", "blocks"), [(4096, 128, 8), (14336, 448, 2), (28672, 896, 1)])
+def test_a_long_row_of_held_values_has_many_threads(length: int, threads: int, blocks: int) -> None:
     text = kernels(lambda x, y: hw.quantize(hw.silu(x) * y, "row"), x=hw.bf16["M", length], y=hw.bf16["M", length])
-    assert f"__launch_bounds__({threads})" in text
+    assert f"__launch_bounds__({threads}, {blocks})" in text
     assert f"hw::Row<{length}, {threads}, 8>()" in text
+
+
+def test_own_scales_have_normal_reciprocals_and_given_scales_may_not() -> None:
+    of_own = kernels(lambda x: hw.quantize(x, "row"), x=hw.bf16["M", 4096])
+    assert "const hw::Divisor<hw::kNormal> by_scale" in of_own
+    of_given = kernels(lambda x, s: hw.astype(x, hw.f32) / hw.maximum(s, 1e-12), x=hw.bf16["M", 4096], s=hw.f32["M", 1])
+    assert "hw::kNormal" not in of_given
+
+
+def test_a_bf16_of_a_vector_is_converted_in_its_pair() -> None:
+    text = kernels(lambda x: hw.silu(x) * x, x=hw.bf16["M", 64])
+    assert "x_i.f32(e)" in text
+    assert "float(x_i[e])" not in text
 
 
 def test_vectors_of_8_bit_floats_are_rounded_by_their_store() -> None:

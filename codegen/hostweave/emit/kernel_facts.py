@@ -179,6 +179,15 @@ class KernelFacts:
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
+    def has_normal_reciprocal(self, name: str) -> bool:
+        """True for the scale of quantised values: a maximum with a literal, divided by a literal."""
+        scale = self.made.get(name)
+        if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
+            return False
+        top, by = self.made[scale.tensors[0]], scale.operands[1]
+        least = top.operands[-1] if top.kind == "maximum" else ""
+        return not isinstance(by, str) and not isinstance(least, str) and 4 <= by <= 2**20 and least >= 2**-80
+
     def count(self, op: Op) -> str:
         """C++ of a mean's divisor if it differs from the number of elements that the kernel reduces. Otherwise empty."""
         count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)

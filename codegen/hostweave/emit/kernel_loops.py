@@ -57,7 +57,7 @@ TEMPLATES = {
     ir.BY_TILE: Templates(
         loop="hw::transpose{width}({rows}, {columns}, {result}, {pitch}, [&](int64_t {first}, int64_t {last})",
         grid="hw::grid_of_tiles({rows}, {columns})",
-        bounds="hw::kThreads",
+        bounds="hw::kThreads, hw::kTransposing",
         closing=");",
     ),
     ir.BY_COLUMNS: Templates(
@@ -98,7 +98,8 @@ class LoopPrinter:
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
-            self.bounds = self.text(self.templates.bounds) + (", 1" if loops.threads == ALL_REGISTERS else "")
+            resident = loops.resident or loops.threads == ALL_REGISTERS
+            self.bounds = self.text(self.templates.bounds) + (f", {int(resident)}" if resident else "")
 
     # --- heads ---
 

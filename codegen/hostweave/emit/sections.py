@@ -170,15 +170,16 @@ class Section:
         self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
         return local
 
-    def element(self, name: str) -> str:
-        """C++ of an input's element, read from memory or from a vector that was loaded before."""
-        loops, pointer = self.kernel.loops, self.kernel.pointers[name]
+    def element(self, name: str, in_f32: bool = False) -> str:
+        """C++ of an input's element, read from memory or from a vector that was loaded before. `in_f32` converts small floats."""
+        loops, pointer, dtype = self.kernel.loops, self.kernel.pointers[name], self.kernel.types[name].dtype
+        in_f32 = in_f32 and _is_small_float(dtype)
         if not self.is_wide or name not in self.kernel.ir.packed:
             text = f"{pointer}[{loops.offset(name)}]"
-            return f"hw::truth({text})" if self.kernel.types[name].dtype == bool_ else text
+            return f"hw::truth({text})" if dtype == bool_ else f"float({text})" if in_f32 else text
         if name not in self.loads:
             self.loads[name] = self.load(name)
-        return f"{self.loads[name]}[{loops.lane}]"
+        return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else f"{self.loads[name]}[{loops.lane}]"
 
     def load(self, name: str) -> str:
         """Loads a vector of an input. A row that the thread has in registers is not loaded again."""
@@ -203,8 +204,7 @@ class Section:
         """C++ of a value, and True if the C++ is short enough to be nested in another expression."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
-            element = self.element(name)
-            return (f"float({element})" if _is_small_float(dtype) else element), True
+            return self.element(name, in_f32=True), True
         if self.is_held(name):
             if name not in self.loads:
                 self.loads[name] = self.chunk(name)
@@ -320,7 +320,8 @@ class Section:
         name = op.tensors[-1]
         if (key := f"{name} prepared") not in self.texts:
             self.texts[key] = Word(self.kernel.names.of(f"by_{name}", f"prepared {name}"))
-            self.lines.append(f"const {OPS[op.kind].prepared} {self.texts[key]}({self.value(name)});")
+            kind = OPS[op.kind].prepared + ("<hw::kNormal>" if self.kernel.has_normal_reciprocal(name) else "")
+            self.lines.append(f"const {kind} {self.texts[key]}({self.value(name)});")
         return self.texts[key]
 
     def place(self, op: Op) -> tuple[str, str]:

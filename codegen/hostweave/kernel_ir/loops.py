@@ -94,6 +94,7 @@ class Loops:
     distribution: str = ""
     threads: int = 0  # threads of a block, or threads that share a row of known length; 0: any number
     blocks: int = 1  # blocks of a cluster that share a row of known length
+    resident: int = 0  # blocks for which a multiprocessor must have registers; 0: any number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
@@ -269,7 +270,8 @@ class Loops:
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
         if self.distribution:
             blocks = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
-            yield f"distribute: {self.distribution}" + (f", {self.threads} threads{blocks}" if self.threads else "")
+            resident = f", {self.resident} blocks per multiprocessor" if self.resident else ""
+            yield f"distribute: {self.distribution}" + (f", {self.threads} threads{blocks}{resident}" if self.threads else "")
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"
         if hoisted := [name for name in self.outside if name not in self.inputs]:

@@ -35,6 +35,16 @@ struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
 
   HW_DEVICE T& operator[](int i) { return values[i]; }
   HW_DEVICE const T& operator[](int i) const { return values[i]; }
+  // Element i of a vector of floats in f32. A bf16 is the upper half of its f32, so one instruction on a pair converts it.
+  HW_DEVICE float f32(int i) const {
+#ifdef __CUDACC__
+    if constexpr (__is_same(T, bf16) && kCount % 2 == 0) {
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(values)[i / 2];
+      return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    }
+#endif
+    return static_cast<float>(values[i]);
+  }
 };
 
 template <int kCount, class T>

@@ -31,12 +31,15 @@ HW_DEVICE double log_gamma(double x) {
 HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
 // A number that divides many others. A GPU multiplies by its reciprocal, with an error of up to 2 ulp. Other quotients have the
-// same error on a GPU.
+// same error on a GPU. If the reciprocal is a normal number (kNormal), one multiplication suffices.
+constexpr bool kNormal = true;
+
+template <bool kIsNormal = false>
 class Divisor {
  public:
 #ifdef __CUDACC__
-  HW_DEVICE explicit Divisor(float divisor) : scale_(fabsf(divisor) < 0x1p-64f ? 0x1p64f : 1.0f) {
-    if (fabsf(divisor) > 0x1p64f) scale_ = 0x1p-64f;
+  HW_DEVICE explicit Divisor(float divisor) : scale_(!kIsNormal && fabsf(divisor) < 0x1p-64f ? 0x1p64f : 1.0f) {
+    if (!kIsNormal && fabsf(divisor) > 0x1p64f) scale_ = 0x1p-64f;
     reciprocal_ = 1.0f / (scale_ * divisor);
   }
   friend __device__ float operator/(float x, const Divisor& by) { return x * by.scale_ * by.reciprocal_; }
@@ -52,11 +55,17 @@ class Divisor {
 #endif
 };
 
-// Approximations for kernels with elements of at most 16 bits. exp has an error of about 100 ulp. erf has 5 ulp: a rational
-// function as in XLA and Eigen. gelu has a relative error of 1e-5: the tail of the normal distribution as in Abramowitz and
-// Stegun 7.1.26, with coefficients for small relative error.
+// Approximations for kernels with elements of at most 16 bits. exp and sigmoid have an error of about 100 ulp. erf has 5 ulp:
+// a rational function as in XLA and Eigen. gelu has a relative error of 1e-5: the tail of the normal distribution as in
+// Abramowitz and Stegun 7.1.26, with coefficients for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
+HW_DEVICE float fast_sigmoid(float x) {  // results below 2^-126 are 0
+  float power, result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.44269504f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
+}
 HW_DEVICE float fast_erf(float x) {
   x = Maximum()(Minimum()(x, 4.0f), -4.0f);
   const float y = x * x;
@@ -89,6 +98,7 @@ HW_DEVICE float fast_gelu(float x) {
 }
 #else
 HW_DEVICE float fast_exp(float x) { return expf(x); }
+HW_DEVICE float fast_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 HW_DEVICE float fast_erf(float x) { return erff(x); }
 HW_DEVICE float fast_gelu(float x) { return gelu(x); }
 #endif

@@ -7,6 +7,7 @@ constexpr int kThreads = 256;     // threads per block for pointwise kernels
 constexpr int kRowThreads = 512;  // maximum threads per block that reduce a row
 constexpr int kRowAccesses = 4;   // maximum accesses per thread to a row in registers
 constexpr int kTransposed = 64;   // rows and columns of a tile that a block transposes
+constexpr int kTransposing = 8;   // such blocks per multiprocessor: while one waits for its tile, others load and store
 constexpr int kLaneParts = 32;    // threads that share a lane, each with its own elements
 constexpr int kTile = 32;         // columns per tile of a column reduction
 constexpr int kSorted = 2048;     // numbers that a block sorts in shared memory

@@ -14,7 +14,7 @@ __global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t
       hw::Values<hw::bf16, kWidth> y_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_i[e] = hw::bf16(float(a_i[e]) + float(b_i[e]));
+        y_i[e] = hw::bf16(a_i.f32(e) + b_i.f32(e));
       }
       hw::store(y + i, y_i);
     }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16
         const auto x_ij = hw::load<kWidth>(x + i * K + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum[e] += float(x_ij[e]);
+          sum[e] += x_ij.f32(e);
         }
       }
       sum = hw::reduce_rows_to_first<512>(sum, hw::Add());

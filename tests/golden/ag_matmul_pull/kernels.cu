@@ -13,7 +13,7 @@ __global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K) {
       hw::Values<hw::bf16, kWidth> h_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float x_e = float(x_i[e]);
+        const float x_e = x_i.f32(e);
         h_i[e] = hw::bf16(x_e < 0.0f ? 0.0f : x_e);
       }
       hw::store(h + i, h_i);

@@ -16,10 +16,10 @@ __global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u,
       hw::Values<hw::bf16, kWidth> h_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float g_e = float(g_i[e]);
+        const float g_e = g_i.f32(e);
         const float maximum_g = (g_e > (-1.0f) || g_e != g_e) ? g_e : (-1.0f);
         const float minimum_g = (maximum_g < 1.0f || maximum_g != maximum_g) ? maximum_g : 1.0f;
-        h_i[e] = hw::bf16(minimum_g * float(u_i[e]));
+        h_i[e] = hw::bf16(minimum_g * u_i.f32(e));
       }
       hw::store(h + i, h_i);
     }
@@ -42,7 +42,7 @@ __global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t
         const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * K) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum[e] += float(y_landing_ij[e]);
+          sum[e] += y_landing_ij.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> y_j;

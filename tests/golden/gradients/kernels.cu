@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(512) sum_db_partial(const hw::bf16* dy, hw::bf
         const auto dy_ij = hw::load<kWidth>(dy + i * N + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum[e] += float(dy_ij[e]);
+          sum[e] += dy_ij.f32(e);
         }
       }
       sum = hw::reduce_rows_to_first<512>(sum, hw::Add());

@@ -167,7 +167,7 @@ __global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16
         const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float y_multiply = float(y_blocks_elementj[e]) * y_divide;
+          const float y_multiply = y_blocks_elementj.f32(e) * y_divide;
           const float y_where = y_greater ? y_multiply : 0.0f;
           y_sum_2[e] += y_where;
         }

@@ -14,7 +14,7 @@ __global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t
         const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum[e] += float(y_landing_ij[e]);
+          sum[e] += y_landing_ij.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> y_j;

@@ -25,9 +25,9 @@ __global__ void fused_y(const hw::bf16* matmul_w_own, const hw::bf16* y_landing_
       hw::Values<hw::bf16, kWidth> y_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float term_2 = float(matmul_w_own_i[e]) + float(y_landing_0_i[e]);
-        const float term_4 = term_2 + float(y_landing_1_i[e]);
-        const float term_6 = term_4 + float(y_landing_2_i[e]);
+        const float term_2 = matmul_w_own_i.f32(e) + y_landing_0_i.f32(e);
+        const float term_4 = term_2 + y_landing_1_i.f32(e);
+        const float term_6 = term_4 + y_landing_2_i.f32(e);
         y_i[e] = hw::bf16(term_6);
       }
       hw::store(y + i, y_i);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(hw::kRowThreads) sum_y(const hw::bf16* x, hw::
         const auto x_ij = hw::load<kWidth>(x + i * N + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum += float(x_ij[e]);
+          sum += x_ij.f32(e);
         }
       }
       sum = hw::reduce_block(sum, hw::Add());

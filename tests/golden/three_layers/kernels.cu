@@ -14,7 +14,7 @@ __global__ void maximum_minimum_h(const hw::bf16* matmul_w_in, hw::bf16* h, int6
       hw::Values<hw::bf16, kWidth> h_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float matmul_w_in_e = float(matmul_w_in_i[e]);
+        const float matmul_w_in_e = matmul_w_in_i.f32(e);
         const float maximum_w_in = (matmul_w_in_e > (-1.0f) || matmul_w_in_e != matmul_w_in_e) ? matmul_w_in_e : (-1.0f);
         h_i[e] = hw::bf16((maximum_w_in < 1.0f || maximum_w_in != maximum_w_in) ? maximum_w_in : 1.0f);
       }
@@ -42,14 +42,14 @@ __global__ void fused_y(const hw::bf16* scattered_landing, const hw::bf16* x, hw
         const auto scattered_landing_ij = hw::load<kWidth>(scattered_landing + i * (M / 4 * E) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          scattered[e] += float(scattered_landing_ij[e]);
+          scattered[e] += scattered_landing_ij.f32(e);
         }
       }
       const auto x_j = hw::load<kWidth>(x + j);
       hw::Values<hw::bf16, kWidth> y_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float add_x = float(x_j[e]) + scattered[e];
+        const float add_x = x_j.f32(e) + scattered[e];
         const float maximum_x = (add_x > (-1.0f) || add_x != add_x) ? add_x : (-1.0f);
         y_j[e] = hw::bf16((maximum_x < 1.0f || maximum_x != maximum_x) ? maximum_x : 1.0f);
       }

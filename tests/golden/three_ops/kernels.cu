@@ -13,7 +13,7 @@ __global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N)
       hw::Values<hw::bf16, kWidth> a_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        a_i[e] = hw::bf16(-float(x_i[e]));
+        a_i[e] = hw::bf16(-x_i.f32(e));
       }
       hw::store(a + i, a_i);
     }
@@ -36,7 +36,7 @@ __global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, in
       hw::Values<hw::bf16, kWidth> b_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        b_i[e] = hw::bf16(float(a_i[e]) * float(x_i[e]));
+        b_i[e] = hw::bf16(a_i.f32(e) * x_i.f32(e));
       }
       hw::store(b + i, b_i);
     }
@@ -59,7 +59,7 @@ __global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t
       hw::Values<hw::bf16, kWidth> y_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_i[e] = hw::bf16(float(b_i[e]) + float(x_i[e]));
+        y_i[e] = hw::bf16(b_i.f32(e) + x_i.f32(e));
       }
       hw::store(y + i, y_i);
     }

@@ -14,7 +14,7 @@ __global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t
       hw::Values<hw::bf16, kWidth> g_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float matmul_v_e = float(matmul_v_i[e]);
+        const float matmul_v_e = matmul_v_i.f32(e);
         const float maximum_v = (matmul_v_e > (-1.0f) || matmul_v_e != matmul_v_e) ? matmul_v_e : (-1.0f);
         g_i[e] = hw::bf16((maximum_v < 1.0f || maximum_v != maximum_v) ? maximum_v : 1.0f);
       }
@@ -39,7 +39,7 @@ __global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t
         const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          sum[e] += float(y_landing_ij[e]);
+          sum[e] += y_landing_ij.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> y_j;

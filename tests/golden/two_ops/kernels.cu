@@ -14,7 +14,7 @@ __global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, i
       hw::Values<hw::bf16, kWidth> y_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float x_e = float(x_i[e]);
+        const float x_e = x_i.f32(e);
         const float h = -x_e;
         y_i[e] = hw::bf16(h * x_e);
       }

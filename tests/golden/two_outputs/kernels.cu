@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(hw::kRowThreads)
         hw::Values<hw::bf16, kWidth> y_ij;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float y_e = float(x_ij[e]) + float(b_j[e]);
+          const float y_e = x_ij.f32(e) + b_j.f32(e);
           sum += y_e;
           y_ij[e] = hw::bf16(y_e);
         }

@@ -53,14 +53,14 @@ __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_ha
         const auto dk_before_first_partial_ij = hw::load<kWidth>(dk_before_first_partial + i * (32 * S) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float dk_before_add = float(dk_before_half_ij[e]) + float(dk_before_first_partial_ij[e]);
+          const float dk_before_add = dk_before_half_ij.f32(e) + dk_before_first_partial_ij.f32(e);
           dk_before_concat_1[e] = dk_before_add;
         }
       } else {
         const auto dk_before_expand_dims_2_ij = hw::load<kWidth>(dk_before_expand_dims_2 + i * (64 * S) + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          dk_before_concat_1[e] = float(dk_before_expand_dims_2_ij[e]);
+          dk_before_concat_1[e] = dk_before_expand_dims_2_ij.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> dk_before_concat_element;

@@ -175,7 +175,7 @@ __global__ void fused_y_attention(const float* y_attention_sum, const float* y_a
         const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float y_attention_multiply = float(y_attention_blocks_elementj[e]) * y_attention_divide;
+          const float y_attention_multiply = y_attention_blocks_elementj.f32(e) * y_attention_divide;
           const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
           y_attention_sum_2[e] += y_attention_where;
         }

@@ -209,7 +209,7 @@ sigmoid = _unary(
     "The sigmoid function, 1 / (1 + exp(-x)).",
     "{T:1} / ({T:1} + {std:exp}(-{0}))",
     lambda np, x: 1 / (1 + np.exp(-x)),
-    fast=_FAST_EXP,
+    fast=("{T:1} / ({T:1} + {std:exp}(-{0}))", "hw::fast_sigmoid({0})"),
     cost=25,
 )
 relu = _unary("relu", "The rectified linear unit, max(x, 0).", "{0} < {T:0} ? {T:0} : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
@@ -218,7 +218,7 @@ silu = _unary(
     "The sigmoid linear unit (swish), x * sigmoid(x).",
     "{0} / ({T:1} + {std:exp}(-{0}))",
     lambda np, x: x / (1 + np.exp(-x)),
-    fast=_FAST_EXP,
+    fast=("/ ({T:1} + {std:exp}(-{0}))", "* hw::fast_sigmoid({0})"),
     cost=25,
 )
 floor = _rounding("floor", "The largest integer that is at most x.", "floor")
