@@ -67,3 +67,23 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
     assert f"compute({row}())" in kernel
     assert grid in sources["program.cpp"]
     assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # no load waits for the reduction
+
+
+def test_a_consumer_that_reads_the_block_stays() -> None:
+    """The kernel of a gather reads the block of the rank as the blocks of all ranks, so another op must not read the block in it."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])
+    def beside(n: Any) -> Any:
+        own = hw.exp(n)
+        return hw.reshard(own, 2, 4) + hw.reshard(own, 2, 4), own
+
+    lines = changes(reduce_in_kernels, beside)
+    assert "launch_all_gather @add_" in lines
+
+    @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["2@x", 4])
+    def reads(n: Any) -> Any:
+        own = hw.exp(n)
+        return hw.reshard(hw.max(hw.reshard(own, 2, 4), 0, keepdims=True) - own, "2@x", 4)
+
+    lines = changes(reduce_in_kernels, reads)
+    assert "launch_all_gather @all_gather_" in lines

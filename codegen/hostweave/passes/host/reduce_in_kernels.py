@@ -70,7 +70,7 @@ class _Reducing:
             for one in merged if isinstance(merged, list) else ():  # there is at most one
                 between = self.uses.places[place.number + 1 : one.consumer.number]
                 is_first = not any(isinstance(p.instruction, ir.Communication) for p in between)
-                if one.consumer.number not in edits and is_first and self.is_light(i, one.launch):
+                if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
             if not self.is_over(launch):
@@ -104,17 +104,17 @@ class _Reducing:
         kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
         return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
 
-    def is_light(self, i: ir.FromTo, merged: ir.Launch) -> bool:
-        """True if a kernel that waits for blocks may do the work of the consumer: it accesses no larger arrays, and no block.
+    def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
+        """True if a kernel that waits for blocks may do the work of the consumer: no array is larger than the result of the collective.
 
-        Few of its thread blocks run at once.
+        Few thread blocks of such a kernel run at once. The consumer must not read the block that is sent, because the kernel reads that
+        buffer as all blocks.
         """
         if isinstance(i, ir.AllReduce):
             return True
-        block, *others = merged.srcs
-        most, *sizes = (product(self.uses.types[name].shape) for name in (i.dst, *others, *merged.dsts))
+        most, *sizes = (product(self.uses.types[name].shape) for name in (i.dst, *consumer.srcs, *consumer.dsts))
         are_small = all({*size.factors} <= {*most.factors} and size.coefficient <= most.coefficient * size.divisor for size in sizes)
-        return are_small and self.uses.root(block) not in map(self.uses.root, others)
+        return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
         same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)
