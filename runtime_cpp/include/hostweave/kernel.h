@@ -38,7 +38,7 @@ struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
   // Element i of a vector of floats in f32. A bf16 is the upper half of its f32, so one instruction on a pair converts it.
   HW_DEVICE float f32(int i) const {
 #ifdef __CUDACC__
-    if constexpr (__is_same(T, bf16) && kCount % 2 == 0) {
+    if constexpr (kIsBf16<T> && kCount % 2 == 0) {
       const uint32_t pair = reinterpret_cast<const uint32_t*>(values)[i / 2];
       return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
     }

@@ -12,6 +12,11 @@ namespace hw {
 using f16 = __half;
 using bf16 = __nv_bfloat16;
 
+template <class T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<bf16> = true;
+
 // Rounds to a smaller float type, and stays in f32.
 template <class T>
 HW_DEVICE float rounded(float x) {
