@@ -300,12 +300,16 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result in several kernels reads no more bytes: it is a cast to a dtype that is not narrower, or a cheap
-    formula without inputs."""
-    if not kernel.inputs:
-        return sum(OPS[op.kind].cost for op in kernel.ops) <= CHEAP
-    sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
-    return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
+    """True if recomputing the result in several kernels reads no more bytes: it is a cast to a dtype that is not narrower, a cheap formula
+    without inputs, or a cheap formula of fewer bytes than the result."""
+    inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
+    if not inputs:
+        return sum(OPS[op.kind].cost for op in ops) <= CHEAP
+    if all(op.kind == "astype" for op in ops) and len(inputs) == len(results) == 1:
+        return inputs[0].type.dtype.itemsize <= results[0].type.dtype.itemsize
+    whole = [p.type.dtype.itemsize for p in inputs if product(p.type.shape) == product(results[0].type.shape)]
+    is_short = len(results) == 1 and results[0].type.dtype.kind == "float" and 0 < sum(whole) < results[0].type.dtype.itemsize and not any(OPS[op.kind].combine for op in ops)
+    return is_short and sum(OPS[op.kind].cost for op in ops) <= CHEAP
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
