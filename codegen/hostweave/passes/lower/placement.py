@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, operand
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, strided, strides_of
 
 MOST_JOINED = 16  # largest number of operands that one kernel concatenates
 
@@ -75,7 +75,8 @@ def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
     if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
         return False
     dims = {dim for starts in begin(operand_types(op, flow.types), op) for dim in starts}
-    return bool(dims) and all(op.result.type.shape[dim] != ONE for dim in dims) and not any(_is_placed(flow, name) for name in op.tensors)
+    is_placed = any(_is_placed(flow, name) or _chain_to(flow, name, op) for name in op.tensors)
+    return bool(dims) and all(op.result.type.shape[dim] != ONE for dim in dims) and not is_placed
 
 
 def _is_placed(flow: Dataflow, name: str) -> bool:
@@ -85,15 +86,18 @@ def _is_placed(flow: Dataflow, name: str) -> bool:
         return False
     if made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
         return _is_placed(flow, made.tensors[0])
-    entry = OPS[made.kind]
-    is_pointwise = entry.parts is not None or (bool(entry.cpp) and entry.combine is None)
-    return not is_pointwise and _writes_strided(flow, made)
+    return not _is_pointwise(made) and _writes_strided(flow, made)
+
+
+def _is_pointwise(op: Op) -> bool:
+    entry = OPS[op.kind]
+    return entry.parts is not None or (bool(entry.cpp) and entry.combine is None)
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
     """Operands of concat and pad that are computed directly into the result, if their other consumers can read them there.
 
-    Includes operands that are views which add dims of one element.
+    Includes operands that are views which add dims of one element, and the only views of a value that no kernel computes.
     """
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
@@ -101,7 +105,7 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
         for op in flow.fusion.ops
         if OPS[op.kind].parts and op.result.stream is None and op.result.name not in by_kernel
         for number, name in enumerate(op.tensors)
-        if name in made and _can_lie_in(flow, name, op)
+        if (name in made and _can_lie_in(flow, name, op)) or _chain_to(flow, name, op)
     }
 
 
@@ -139,7 +143,10 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
     The op of the value then writes through the inverse view, without a copy.
     """
-    found = {flow.made[name].tensors[0]: flow.made[name] for name in parts if flow.is_view(flow.made[name])}
+    found = dict[str, Op]()
+    for name, (whole, _) in parts.items():
+        view = flow.made[name]
+        found |= _chain_to(flow, name, whole) or ({view.tensors[0]: view} if flow.is_view(view) else {})
     for op in flow.fusion.ops:
         users = flow.consumers[op.result.name]
         is_returned = op.result.name in flow.fusion.outputs and not users
@@ -147,6 +154,16 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
         if _is_reversible(op) and (is_returned or is_merged):
             found |= _chain(flow, op, flow.local(op.result), parts)
     return found
+
+
+def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
+    """The views by which a value that no kernel computes becomes an operand of a concat or pad, as `_chain` gives them. Empty if it must be
+    copied."""
+    view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
+    if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
+        return {}
+    chain = _chain(flow, view, strided(types[1], types[1].shape, strides_of(types[0])), {})
+    return {} if chain and _is_pointwise(flow.made[[*chain][-1]]) else chain
 
 
 def _is_reversible(op: Op) -> bool:
