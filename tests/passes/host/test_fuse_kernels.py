@@ -532,3 +532,38 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
     want = table.copy()
     np.add.at(want, ids[:, 0], rows)
     np.testing.assert_array_equal(np.concatenate([result for outputs in of_ranks for result in outputs.values()]), want)
+
+
+def of_rows(first: str, second: str) -> int:
+    """Number of kernels of two reductions over the dims of the same input."""
+
+    def reduced(of: str, x: hw.Tensor) -> hw.Tensor:
+        return hw.sum(x, (0, 1)) if of == "columns" else hw.max(x, 2)
+
+    def f(x: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return reduced(first, x), reduced(second, x * s)
+
+    fusion = hw.fusion(x=hw.f32[3, 5, 64], s=hw.f32[3, 5, 1])(f)
+    program = hw.compile(fusion)
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.random((3, 5, 64), np.float32), "s": rng.random((3, 5, 1), np.float32)}
+    for y, want in zip(program.run(**arrays), run_reference(fusion, arrays), strict=True):
+        np.testing.assert_allclose(y, want, rtol=1e-5)
+    return program.host_ir.count("launch ")
+
+
+def test_reductions_over_the_same_dims_read_their_operand_once() -> None:
+    assert of_rows("columns", "columns") == of_rows("rows", "rows") == 1
+    assert of_rows("rows", "columns") == 2
+
+
+def test_a_cheap_formula_of_fewer_bytes_is_computed_again() -> None:
+    """The normalised rows of LayerNorm are not written in f32: each kernel computes them from the 16-bit rows."""
+
+    def f(x: hw.Tensor, mean: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        normal = hw.astype(x, hw.f32) - mean
+        return hw.sum(normal * dy, 0), hw.max(normal + dy, 1)
+
+    text = hw.compile(hw.fusion(x=hw.bf16[64, 96], mean=hw.f32[64, 1], dy=hw.f32[64, 96])(f)).host_ir
+    assert text.count("launch ") == 2
+    assert "allocate" not in text

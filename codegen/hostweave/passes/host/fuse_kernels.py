@@ -27,7 +27,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
-from hostweave.types.size import product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # in additions: work that takes about as long as reading an element
@@ -308,7 +308,12 @@ def _is_free(kernel: ir.Kernel) -> bool:
     if all(op.kind == "astype" for op in ops) and len(inputs) == len(results) == 1:
         return inputs[0].type.dtype.itemsize <= results[0].type.dtype.itemsize
     whole = [p.type.dtype.itemsize for p in inputs if product(p.type.shape) == product(results[0].type.shape)]
-    is_short = len(results) == 1 and results[0].type.dtype.kind == "float" and 0 < sum(whole) < results[0].type.dtype.itemsize and not any(OPS[op.kind].combine for op in ops)
+    is_short = (
+        len(results) == 1
+        and results[0].type.dtype.kind == "float"
+        and 0 < sum(whole) < results[0].type.dtype.itemsize
+        and not any(OPS[op.kind].combine for op in ops)
+    )
     return is_short and sum(OPS[op.kind].cost for op in ops) <= CHEAP
 
 
@@ -334,9 +339,12 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, lis
     """Merges the later launch into the first one. Also returns the instructions that must move before the first one. None if the merge is
     not possible, or saves no read."""
     one, other, types = links.launches[first], links.launches[later], links.types
-    shape = types[one.dsts[0]].shape
-    is_read_twice = any(src in one.srcs and types[src].shape == shape for src in other.srcs)
-    if not is_read_twice or any(types[dst].shape != shape for dst in (*one.dsts, *other.dsts)):
+    walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
+    whole = product(tuple(walked.sizes.values()))
+    is_read_twice = any(src in one.srcs and product(types[src].shape) == whole for src in other.srcs)
+    if not is_read_twice or len({types[dst].shape for dst in (*one.dsts, *other.dsts)}) > 1:
+        return None
+    if _sizes(walked) != _sizes(walked_later) or any(walked.is_whole(result.name) for result in links.kernels[one.kernel].results):
         return None
     read, written = links.roots(other, "read"), links.roots(other, "write")
     if any(read & links.roots(i, "write") for i in (one, *links.between(first, later, read))) or links.waits(first, later):
@@ -353,10 +361,13 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, lis
             needed.update(tree.names(place.instruction, "alias"))
     if any(place.instruction.calls or tree.names(place.instruction, "index") for place in moved):
         return None
-    if any(iteration(links.kernels[launch.kernel]).reduced for launch in (one, other)):
-        return None
     merged = links.merged(first, later, list(one.dsts))
     return None if isinstance(merged, str) else (merged, moved)
+
+
+def _sizes(walked: Iteration) -> list[list[Size]]:
+    """Sizes of the kept and of the reduced indices."""
+    return [[walked.sizes[index] for index in indices] for indices in (walked.kept, walked.reduced)]
 
 
 # --- merging two kernels ----------------------------------------------------------------------------------------------
