@@ -34,6 +34,7 @@ from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.fusion.stream_by_cost import stream_by_cost
 from hostweave.passes.fusion.stream_keys_in_zigzag import stream_keys_in_zigzag
+from hostweave.passes.fusion.take_first import take_first
 from hostweave.passes.fusion.unstack import unstack
 from hostweave.passes.host.copy_updated import copy_updated
 from hostweave.passes.host.fold_conditions import fold_conditions
@@ -76,6 +77,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     decompose_reshards,
     share_equal_ops,
     regroup_pointwise,
+    take_first,
     compose_scaled_matmuls,
     stream_by_cost,
     attend_by_blocks,

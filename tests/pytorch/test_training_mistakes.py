@@ -196,7 +196,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "written": (
         written_before_backward,
-        "Layer: a parameter or an argument was written to after the call, and .*; call backward before the write",
+        "Layer: a parameter, an argument or a result was written to after the call, and .*; call backward before the write",
     ),
     "argument": (
         gradient_of_an_argument,

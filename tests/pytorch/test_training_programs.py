@@ -265,3 +265,32 @@ def test_arguments_that_are_resharded_for_layers(alike: bool) -> None:
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     assert "call @gated(" in compiled.program.fusion_ir
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def forward(self, x: Any, labels: Any) -> tuple[Any, Any]:
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), logits
+
+
+def test_a_loss_keeps_the_logits_and_no_log_probabilities() -> None:
+    """The backward pass computes the log-probabilities again, from the logits that the module returns and two values per row."""
+    torch.manual_seed(4)
+    module, x, labels = Logits().to(torch.bfloat16).train(), torch.randn(2, 8, 16).to(torch.bfloat16), torch.randint(0, 64, (2, 8))
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x, labels), training=True)
+    shapes = [str(output.type) for output in compiled.program.host.results]
+    assert sorted(shapes)[:1] == ["bf16[2, 8, 64]"]
+    assert [shape for shape in shapes if "64" in shape] == ["bf16[2, 8, 64]"]
+    assert "= allocate f32[16, 64]" not in compiled.program.host_ir + compiled.backward.host_ir
+    for of_logits in (0.0, 1.0):  # gradients of the logits are added
+        grads = []
+        for call in (compiled, module):
+            loss, logits = call(x, labels)
+            (loss + of_logits * logits.float().square().mean()).backward()
+            grads.append(module.head.weight.grad.float())
+            module.zero_grad()
+        torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-3)

@@ -8,6 +8,7 @@ from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import AttributeValue, ChunkLoop, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
+from hostweave.fusion_ir.ops.definition import elementwise
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
@@ -31,6 +32,13 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
         if op.result.name in needed:
             needed.update(op.tensors)
     return tuple(op for op in ops if op.result.name in needed)
+
+
+def is_pointwise(op: Op) -> bool:
+    """True for an op on elements at the same index whose result is neither sharded, partial nor streamed."""
+    entry, type = OPS[op.kind], op.result.type
+    is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
+    return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:

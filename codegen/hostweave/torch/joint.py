@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
@@ -38,6 +39,8 @@ _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
 _SAME = _WORDS.split()
+_OF_LOGITS = ("sub.Tensor", "_to_copy.default", "view.default")  # ops from the logits to their log-probabilities
+LOG_SOFTMAX = torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default
 
 
 @dataclass
@@ -70,13 +73,22 @@ class Joint:
         output: Any = self.forward.graph.output_node()
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
-    def forward_graph(self) -> Graph:
-        """Prepared graph of the results followed by the saved values. The shardings of saved values are inferred."""
+    def forward_graph(self, shared: Mapping[Node, int] = MappingProxyType({})) -> Graph:
+        """Prepared graph of the results followed by the saved values, except those that results share. The shardings of saved values are
+        inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
-        graph.returned = [*graph.returned[: len(self.results)], *self.saved]
-        graph.results = [*self._of_results, *(None for _ in self.saved)]
-        graph.labels = [*self._labels("y"), *self.saved.values()]
+        saved = {node: name for node, name in self.saved.items() if node not in shared}
+        graph.returned = [*graph.returned[: len(self.results)], *saved]
+        graph.results = [*self._of_results, *(None for _ in saved)]
+        graph.labels = [*self._labels("y"), *saved.values()]
         return graph
+
+    @cached_property
+    def shared(self) -> dict[Node, int]:
+        """Saved values that are also results, with the index of the result. Empty on several ranks, where shardings may differ."""
+        output: Any = self.forward.graph.output_node()
+        results = enumerate(output.args[0][: len(self.results)])
+        return {node: number for number, node in results if node in self.saved and self.outer.mesh.size == 1}
 
     def _labels(self, alone: str) -> list[str]:
         """Names of the results: their keys in the module's return value. A single result without a key is named `alone`."""
@@ -152,9 +164,10 @@ class Joint:
         origins, stated = self._origins(self.backward), dict[str, AxesOfDims | None]()
         tangents = [one for one, has in zip(axes, self.differentiable, strict=False) if has]
         stated.update(zip(self.tangents.values(), tangents, strict=True))
-        of_name = {node.name: node for node in origins}
-        for (saved, name), one in zip(self.saved.items(), axes[len(self.results) :], strict=True):
-            node, stated[name] = of_name[saved.name], one
+        of_name, of_saved = {node.name: node for node in origins}, dict(zip(forward.outputs, axes, strict=True))
+        for saved, name in self.saved.items():
+            node, one = of_name[saved.name], of_saved[saved]
+            stated[name] = one
             del origins[node]  # removed and added again, so that saved values come last
             origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
         layouts = self._layouts()
@@ -206,8 +219,11 @@ class Joint:
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Decompositions of torch and of this package. They are cached, because torch visits all of its ops to list them."""
-    return {**core_aten_decompositions(), **decompositions()}
+    """Decompositions of torch and of this package. They are cached, because torch visits all of its ops to list them.
+
+    A log-softmax is decomposed so that the backward pass computes it from the logits again. Its f32 result is the largest value of a model.
+    """
+    return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
@@ -257,7 +273,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         differentiable[:] = [value.requires_grad for value in made]
         return made
 
-    rules = {op: rule for op, rule in _decompositions().items() if str(op).removeprefix("aten.") not in TABLE}
+    rules = {op: rule for op, rule in _decompositions().items() if op in LOG_SOFTMAX or str(op).removeprefix("aten.") not in TABLE}
     try:
         with without_code():
             made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
@@ -271,11 +287,30 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _cut_before_padding(made.graph)
     _simplify(made)
+    _read_logits(made)
     expect_known(_computed_of(made.graph))
     read_rows(made)
     take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
     _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, needs_gradient)
+
+
+def _read_logits(made: GraphModule) -> None:
+    """Makes the gradient of a loss read the logits, which the forward pass keeps, instead of the log-probabilities. It uses only their
+    shape."""
+    for node in made.graph.nodes:
+        source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
+        views: list[Any] = []
+        while source is not None and op_of(source) in _OF_LOGITS:
+            views += [source] if op_of(source) == "view.default" else []
+            source = source.args[0]
+        if source is not None:
+            with made.graph.inserting_before(node):
+                for view in reversed(views):
+                    value = source.meta["val"].reshape(view.meta["val"].shape)
+                    source = made.graph.call_function(view.target, (source, view.args[1]))
+                    source.meta["val"] = value
+            node.update_arg(1, source)
 
 
 def _computed_of(graph: Any) -> list[Node]:

@@ -87,7 +87,7 @@ class TrainingModule(Differentiated):
     """
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
-        graph = joint.forward_graph()
+        graph = joint.forward_graph(joint.shared)
         forward = ProgramPart(graph, module, partial(compile, end=""), joint.numbers_of(graph))
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
         self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
@@ -110,7 +110,9 @@ class TrainingModule(Differentiated):
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results, and the values that are saved for the backward pass."""
         values = self._part(self._part.taken(given), group)
-        return values[: len(self._joint.results)], values[len(self._joint.results) :]
+        results, others = values[: len(self._joint.results)], iter(values[len(self._joint.results) :])
+        shared = self._joint.shared
+        return results, [results[shared[node]].detach() if node in shared else next(others) for node in self._joint.saved]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradient of each tensor that the joint graph takes. None if it has no gradient."""
@@ -193,8 +195,8 @@ class _Step(torch.autograd.Function):
                     "backward with retain_graph=True"
                 ) from error
             raise ArgumentError(
-                f"{name}: a parameter or an argument was written to after the call, and backward needs the old values; call backward "
-                "before the write, or call the module again"
+                f"{name}: a parameter, an argument or a result was written to after the call, and backward needs the old values; call "
+                "backward before the write, or call the module again"
             ) from error
         wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
         return None, None, *model._gradients(ctx.group, values[ctx.kept :], values[: ctx.kept], wanted)

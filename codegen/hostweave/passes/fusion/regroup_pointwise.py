@@ -18,8 +18,7 @@ from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import elementwise
-from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
+from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim
@@ -51,7 +50,7 @@ class _Groups:
 
     def moved(self, op: Op) -> _Group | None:
         """The group of an op, if it can move and then fuses with more kernels."""
-        if op.result.name in self.seen or not _is_pointwise(op):
+        if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
         self.seen |= names
@@ -76,7 +75,7 @@ class _Groups:
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()
-            if one.result.name not in names and _is_pointwise(one) and one.result.type.shape == op.result.type.shape:
+            if one.result.name not in names and is_pointwise(one) and one.result.type.shape == op.result.type.shape:
                 names.add(one.result.name)
                 waiting += self.beside(one.result.name)
         return names
@@ -158,12 +157,6 @@ class _Moving(OpRewriter):
             else:
                 self.regrouped[name] = self.reshaped(name, 0, len(self.types[name].shape), new, of=name)
         return self.regrouped[name]
-
-
-def _is_pointwise(op: Op) -> bool:
-    entry, type = OPS[op.kind], op.result.type
-    is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
-    return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)
 
 
 def _is_kernel(op: Op) -> bool:

@@ -1,0 +1,61 @@
+"""Takes elements of the operands of a pointwise op in place of elements of its result, if they are few.
+
+    %logp: f32[M, N] = subtract(%x, %lse)                    # lse: f32[M, 1]
+    %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
+
+becomes
+
+    %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
+    %y: f32[M, 1] = subtract(%x_taken, %lse)
+
+The log-probabilities of a loss are then not written to memory. Sharded dims stay, because a rank reads zeros for indices of other ranks.
+"""
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.emitter import OpRewriter
+from hostweave.fusion_ir.index_map import ONE
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops.attributes import AXIS
+from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
+from hostweave.options import Options
+
+FEW = 16  # elements along the dim for each one that is taken
+
+
+def take_first(fusion: Fusion, options: Options) -> Fusion:
+    """Moves takes before the pointwise ops whose results they read."""
+    moved = _Taking(fusion).rewritten()
+    if len(moved.ops) == len(fusion.ops):
+        return fusion
+    return take_first(replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs)), options)
+
+
+class _Taking(OpRewriter):
+    def add(self, op: Op) -> None:
+        self.op, made = op, self.fusion.made.get(op.tensors[0]) if op.kind == "take" else None
+        if made is None or not self.may_move(op, made):
+            self.emit(op)
+            return
+        operands = tuple(self.taken(operand, op, made) if isinstance(operand, str) else operand for operand in made.operands)
+        self.emit(replace(made, operands=operands, result=op.result, location=op.location))
+
+    def may_move(self, op: Op, made: Op) -> bool:
+        """True if a take of few elements can read the operands of the op that makes its operand."""
+        dims, axis = made.result.type.shape, op[AXIS]
+        count, length = self.types[op.tensors[1]].shape[axis], dims[axis]
+        is_few = count.is_int and length.is_int and FEW * int(count) <= int(length)
+        is_plain = is_pointwise(made) and not (op.result.stream or op.result.type.axes or op.result.type.partial)
+        return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
+
+    def dim_of(self, name: str, op: Op, made: Op) -> int | None:
+        """Dim of an operand that the take indexes. None if the operand has one element there."""
+        shape = self.types[name].shape
+        dim = op[AXIS] - (len(made.result.type.shape) - len(shape))
+        return None if dim < 0 or shape[dim] == ONE else dim
+
+    def taken(self, name: str, op: Op, made: Op) -> str:
+        """The elements of an operand of the pointwise op."""
+        if self.dim_of(name, op, made) is None:
+            return name
+        return self.make("take", name, *op.tensors[1:], how=op.attributes, word="taken", of=name)
