@@ -1,7 +1,7 @@
 """Products, an MLP and decoding in 8-bit floats, compared with torch and with Hostweave in bf16.
 
-- products: one scaled matmul with the shapes of one rank of 8 of 70B, and of 8B on one GPU, for 16 to 8192 rows, compared with
-  torch._scaled_mm. Both are CUDA graphs.
+- products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of 70B on one rank of 8, and of 8B on one
+  GPU. Both matmuls are CUDA graphs.
 - layer: the sequence-parallel MLP of 70B at the shapes of a rank of 8, on all GPUs of this machine, with quantised weights. The peers are
   Hostweave in bf16, and torch with _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
@@ -51,7 +51,7 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            ours = next(iter(times))  # its name begins with the case
+            ours = next(iter(times))  # the name of our variant, which begins with the case
             print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 

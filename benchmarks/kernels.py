@@ -166,7 +166,7 @@ def main(words: Sequence[str]) -> None:
 
     group = hw.init()
     torch.cuda.set_device(0)
-    print(f"{torch.cuda.get_device_name(0)}, bf16; from {MANY_ROWS} rows on a kernel is to reach {COPY_SHARE} of a copy's bandwidth")
+    print(f"{torch.cuda.get_device_name(0)}, bf16; limit for at least {MANY_ROWS} rows: {COPY_SHARE} of a copy's bandwidth")
     for case in [case for case in CASES if case.name in words] or CASES:
         for model, (hidden, inner) in WIDTHS.items():
             program = hw.compile(_fusion(case, hidden, inner), target="cuda")

@@ -1,6 +1,6 @@
 """Pipelines: the first half of the ranks computes the first layers, and the second half the other layers.
 
-Each stage runs on a mesh of some of the ranks. A result is on the mesh of its operands. A reshard moves it to another mesh.
+Each stage runs on a mesh of some of the ranks. A result is on the mesh of its operands. A reshard moves a result to another mesh.
 """
 
 import hostweave as hw

@@ -246,7 +246,7 @@ def test_a_rank_that_does_not_launch() -> None:
             step = program.capture(mine.x, *mine.weights)
             expect(step(), want)
             captured.wait(60)
-            group.call_timeout = 3  # set after planning, for which the default time limit applies
+            group.call_timeout = 3  # set after planning, which has the default time limit
             if rank == 1:
                 failed.wait(60)
                 return
