@@ -174,9 +174,9 @@ def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
     for factor in (1.0, 1024.0):  # factors of a gradient scaler
         for got, want in zip(gradients(compiled, module, factor), gradients(module, module, factor), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * factor)
-    host = compiled.backward.host_ir
-    assert "all_gather %down_weight" in host.replace("_packed", "")
-    assert host.count("reduce_scatter sum") == 3
+    host = re.sub(r"launch_(\w+) @\w+", r"\1", compiled.backward.host_ir.replace("_packed", ""))
+    assert "all_gather %down_weight" in host
+    assert len(re.findall(r"^ *reduce_scatter ", host, re.MULTILINE)) == 3
 
 
 def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
