@@ -38,8 +38,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two runs only with -m slow. Consecutive
-    cases alternate."""
+    """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two runs only with -m slow: peer for
+    every second case, and one_sided for the other cases."""
     return [
         pytest.param(*case, transport, marks=[pytest.mark.slow] * ((number + at) % 2))
         for number, case in enumerate(cases)

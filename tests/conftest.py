@@ -93,8 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def build_runtime() -> None:
-    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise one worker would build it and all others would
-    wait."""
+    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise one worker would build the runtime, and all others
+    would wait."""
     with suppress(BuildError):  # tests report the error
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):

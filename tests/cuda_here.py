@@ -22,7 +22,7 @@ def nccl() -> int:
 
 
 def quick_options() -> tuple[str, ...]:
-    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, it takes almost
+    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, NVRTC takes almost
     as long as with optimisations."""
     try:
         compiler = find_target("cuda").toolchain().kernel_compiler

@@ -1,4 +1,5 @@
-"""Properties of each random fusion that is not refused: it can be lowered, passes the check, and is interpreted with NumPy's results."""
+"""Properties of each random fusion that is not refused: it can be lowered and passes the check, and the interpreter gives NumPy's
+results."""
 
 from __future__ import annotations
 

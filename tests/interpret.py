@@ -129,7 +129,7 @@ class _Rank:
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
 
     def result(self, p: ir.Parameter) -> Array:
-        """Copy of an output. In donated memory, its dims may be in a different order than those of the input."""
+        """Copy of an output. In donated memory, the dims of the output may be in a different order than those of the input."""
         shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
         return self.whole(p.memory or p.name).reshape(shape).copy()
 

@@ -1,4 +1,4 @@
-"""Random fusions that donate inputs, and return views of them."""
+"""Random fusions that donate inputs, and return views of donated inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unrolls repeats into single calls, and inlines calls. The result is large; it is for tests that read a program op by op."""
+"""Unrolls repeats into single calls, and inlines calls. The result is large, and is only for tests that read a program op by op."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
     cache.evict(period=60)  # the last eviction was just now
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
-    assert {entry.path.name for entry in cache.entries()} == {"a"}  # kept, because another build may be about to link it
+    assert {entry.path.name for entry in cache.entries()} == {"a"}  # kept, because another build may be about to link this object
 
 
 @pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])
@@ -393,7 +393,7 @@ def test_links_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_checked_file_is_loaded(tmp_path: Path) -> None:
-    """If another file replaces the module after it was checked, that file is not loaded."""
+    """A file that replaces the module after the check is not loaded."""
     library = cache.get_or_make("a", make_text("ours")) / "text"
     seen = set()
     for _ in range(5):

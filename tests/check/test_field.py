@@ -1,4 +1,4 @@
-"""Arrays over the finite field give the results of Python integers modulo the prime, and their shadows those of NumPy."""
+"""Arrays over the finite field give the results of Python integers modulo the prime. Their shadows give the results of NumPy."""
 
 from __future__ import annotations
 

@@ -216,8 +216,8 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Compares each element. If `is_rounded`, single elements may round to either neighbour, so it compares the norm of the whole
-    difference."""
+    """Compares each element. If `is_rounded`, single elements may round to either neighbour, and only the norm of the whole difference is
+    compared."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
     if is_rounded:

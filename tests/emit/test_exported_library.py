@@ -1,4 +1,4 @@
-"""Exports as libraries: a server uses two of them, by add_subdirectory and installed, with the C++ and the C API."""
+"""Exports as libraries: a server uses two exports, by add_subdirectory and installed, with the C++ and the C API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# A parent project with other settings. It gets only targets from the programs that it adds.
+# A parent project with other settings. The parent gets only targets from the added programs.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)

@@ -141,7 +141,7 @@ def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[s
 
 
 def one_further(array: Any) -> Any:
-    """Copy of the array that begins one element after the start of an allocation, so that it is not aligned."""
+    """Unaligned copy of the array: it begins one element after the start of an allocation."""
     memory = np.empty(array.size + 1, array.dtype)
     moved = memory[1:].reshape(array.shape)
     moved[...] = array
@@ -159,7 +159,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Kernels of i64 and i8 are like those of i32 and u8, and tests of integers have them, too.
+# Kernels of i64 and i8 are like those of i32 and u8. Tests of integers also compile them.
 COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
 
 

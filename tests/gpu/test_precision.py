@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 
 
 def test_tf32() -> None:
-    """The error is between those of f16 and f32, because operands have 11 significant bits, and sums 24."""
+    """The error is larger than that of f32, and smaller than that of f16. Operands have 11 significant bits, and sums 24."""
 
     @hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"], b=hw.f32["N"])
     def product(x, w, b):  # type: ignore[no-untyped-def]

@@ -316,7 +316,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
-    """Memory of outputs comes from torch's allocator for the stream of the call, which reuses it only on that stream."""
+    """Torch's allocator provides the memory of outputs for the stream of the call, and reuses the memory only on that stream."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])

@@ -51,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """True if the program of this seed runs. None if it has no ops for a block."""
+    """True if the program of this seed runs. None if the program has no ops for a block."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

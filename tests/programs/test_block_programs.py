@@ -107,7 +107,7 @@ def test_one_function_a_block() -> None:
 
 @pytest.mark.parametrize("name", ["run", "int", "M"])
 def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
-    """The name of a block may be a member of the generated program or a keyword, and a size or buffer may have the same name."""
+    """The name of a block may be a C++ keyword, or a name that the generated program also uses: for a member, a size or a buffer."""
 
     def body(x: hw.Tensor) -> hw.Tensor:
         return x * 2
@@ -362,7 +362,8 @@ def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
 
 
 def test_names_of_arrays_are_unique() -> None:
-    """Arrays of structs have unique names: that of the function that reads them, with a number if it reads several."""
+    """Arrays of structs have unique names. An array is named after the function that reads it. Several arrays of a function are
+    numbered."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
@@ -390,7 +391,7 @@ def test_names_of_arrays_are_unique() -> None:
     expect(both, arrays, program.run(**arrays, ranks=True))
 
 
-def test_weights_that_are_not_numbered_in_turn_are_inputs_as_others_are() -> None:
+def test_weights_without_consecutive_numbers_are_separate_inputs() -> None:
     fusion = deep(2, numbers=(1, 2, 3, 4, 6))
     header = compiled(fusion).sources["program.h"]
     assert re.search(r"LayerInputs layers\[4\]; +// w_1 to b_4\n +hw::Tensor w_6\b", header)

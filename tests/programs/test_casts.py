@@ -32,7 +32,8 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Critical values of a dtype: its largest number, numbers that round to it, numbers just beyond, ties, and numbers near ties."""
+    """Critical values of a dtype: the largest number, numbers that round to the largest number, larger numbers, ties, and numbers near
+    ties."""
     info = torch.finfo(dtype)
     largest, step = info.max, info.max * info.eps / 2
     near = [largest + step * part for part in (0, 0.25, 0.5, 0.75, 0.99, 1, 1.01, 2)]

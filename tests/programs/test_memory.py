@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """The check detects a missing dependency, and the device detects it in every schedule."""
+    """The check detects a missing dependency, and so does the device, in every schedule."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

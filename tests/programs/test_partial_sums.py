@@ -63,7 +63,7 @@ def test_on_ranks(mesh: hw.Mesh) -> None:
 
 
 def test_variance_of_values_far_from_zero() -> None:
-    """The variance is accurate if it is small compared with the mean, because differences from the global mean are squared."""
+    """A variance that is small compared with the mean is accurate, because differences from the global mean are squared."""
 
     @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])
     def moments(x):

@@ -21,7 +21,7 @@ Make = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023, arXiv:2302.06675), as users write it: it updates `.data`, and counts steps by an int."""
+    """Lion (Chen et al., 2023, arXiv:2302.06675), as users write it: the optimizer updates `.data`, and counts steps by an int."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

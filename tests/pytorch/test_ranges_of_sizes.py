@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes: calls use a program with overlap if it is predicted to be faster, and once it is compiled."""
+"""Programs for ranges of sizes: calls use a program with overlap if that is predicted to be faster, as soon as the program is compiled."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
 
 def test_ranks_change_at_the_same_call() -> None:
-    """All ranks start to use the program at the same call. One rank has compiled it at once, the other at its fourth call, before which
-    ranks synchronize."""
+    """All ranks start to use the program at the same call. The program is compiled at once on one rank, and at the fourth call on the
+    other. Ranks synchronize before that call."""
     ready = [threading.Event(), threading.Event()]
     ready[0].set()
     assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2

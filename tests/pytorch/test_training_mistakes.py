@@ -222,7 +222,7 @@ def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
 
 
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
-    """Like torch, the compiled module casts a gradient of another dtype to that of the result, and refuses another shape."""
+    """Like torch, the compiled module casts a gradient to the dtype of the result, and refuses a gradient of another shape."""
     module = layer._module
     want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
     torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)

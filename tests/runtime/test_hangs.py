@@ -35,7 +35,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """The program with `fault` inserted before a line of its C++. If the fault opens a block, the line is inside it."""
+    """The program with `fault` inserted before a line of its C++. If the fault opens a block, the block contains the line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)

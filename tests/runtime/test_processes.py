@@ -289,7 +289,8 @@ def test_ranks_that_seem_to_be_on_different_hosts(place: Place, program: str, on
 
 
 def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = False) -> None:
-    """Kills a rank. The other ranks get an exception that names it, and form a new group in the same processes. The store is in rank 0."""
+    """Kills a rank. The other ranks get an exception that names the killed rank, and form a new group in the same processes. The store is
+    in rank 0."""
     moment, count = random.Random(trial), place.killed
     victim = moment.randrange(count) if trial else 0
     port, other_port = free_port(), free_port()

@@ -286,7 +286,7 @@ def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search uses the fastest measured alternative. A second compilation finds it in the cache, and runs nothing."""
+    """The search uses the fastest measured alternative. A second compilation finds the choice in the cache, and runs nothing."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -425,7 +425,7 @@ def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
 
 
 def test_an_op_of_two_fused_kernels_is_computed_once() -> None:
-    """Two kernels each contain the cast of c. When they become one kernel, it has the cast only once."""
+    """Two kernels each contain the cast of c. The fused kernel has the cast only once."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
         wide = hw.astype(c, hw.f32)

@@ -1,4 +1,4 @@
-"""The pass widen_rows: matmuls whose rows are no multiples of 16 bytes get rows that begin at them."""
+"""The pass widen_rows: rows of matmuls that are not multiples of 16 bytes are padded, so that each row begins at a multiple."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def host_ir(function: Any, options: hw.Options | None = None, **specs: Any) -> s
 
 
 def test_a_vocabulary_of_gpt2() -> None:
-    """The logits have aligned rows, the loss reads them there, and one kernel copies them to the result."""
+    """The logits have aligned rows. The loss reads these rows, and one kernel copies them to the result."""
 
     def loss(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         logits = x @ hw.transpose(w, -2, -1)
