@@ -1,7 +1,7 @@
 """Mixtures of experts: grouped products, dispatch and combine, and a layer, compared with torch.
 
-- products: `hw.grouped_matmul` and the gradient of its matrices, for 8 to 128 experts, 16 to 4096 tokens per expert, even and skewed
-  routing, on one GPU, compared with torch._grouped_mm.
+- products: `hw.grouped_matmul` and the gradient of its matrices, on one GPU, compared with torch._grouped_mm. Cases have 8 to 128 experts,
+  16 to 4096 tokens per expert, and even or skewed routing.
 - dispatch: each GPU sends 128 or 4096 tokens of 7168 elements to the ranks of 8 of 64 experts, and gets the results back. Hostweave sends a
   token once to each rank, and returns a sum in f32. The peers are torch's all_to_all_single, for which the host knows all counts in
   advance, and a copy engine that sends a row for each token and expert.
@@ -127,7 +127,7 @@ def _through(ranks: int) -> Fusion:
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
     """Calls that send rows to the ranks of their experts and back, without products.
 
-    Each number of tokens has a program that states it, so that the cost model can choose between copy engines and NCCL.
+    Each number of tokens has a separate program, for which the cost model chooses between copy engines and NCCL.
     """
     import torch
 

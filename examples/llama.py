@@ -40,7 +40,8 @@ def layer_weights(c):
 
 
 def other_weights(c):
-    """Types of the weights outside of layers. Each rank has some rows of the embedding table, and computes the logits of these tokens."""
+    """Types of the weights outside of layers. Each rank has the rows of some tokens in the embedding table, and computes the logits of
+    these tokens."""
     table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
     return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
 
