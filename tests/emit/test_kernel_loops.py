@@ -118,7 +118,7 @@ def test_a_row_of_known_length_is_in_registers(length: int, threads: int) -> Non
         assert f"compute(hw::Row<{length}, {threads}, {width}>());" in text
     assert "const auto x_ij = row.load(x + i * " in text
     assert "hw::load<" not in text
-    assert f"__launch_bounds__({threads})" in text
+    assert f"__launch_bounds__({threads}{', 4' if threads == 256 else ''})" in text
 
 
 @pytest.mark.parametrize(("length", "condition"), [("N", "N % 8 == 0 && hw::aligned(x, y)"), (4104, "hw::aligned(x, y)")])

@@ -11,8 +11,8 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-If threads hold computed values, the C++ compiler must leave registers for several blocks per multiprocessor. While one block waits for
-a reduction, others load.
+The C++ compiler must leave registers for several blocks per multiprocessor, if threads hold computed values or blocks are large. While
+one block waits for a reduction, others load.
 
 If the kernel all-reduces, latency bounds it, so each thread makes one access. The blocks of a cluster then share a long row.
 
@@ -40,7 +40,9 @@ LINE = 8  # threads that together read 128 bytes: the preferred minimum
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # blocks of a cluster that shares a row of an all-reduce, and their largest number of threads
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
-FEW_HELD, RESIDENT_THREADS = 16, 1024  # if threads hold at most so many, a multiprocessor has registers for so many threads
+RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if threads hold at most so many accesses:
+FEW_HELD, FEW_INPUTS = 16, 12  # if computed values are among them; if only inputs are, for one result
+LARGE = 256  # threads; one such block fits less if the C++ compiler uses a few registers more
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
 LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches into registers
 EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
@@ -123,7 +125,8 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
         computes = threads > WARP and most == MANY_THREADS
         kept = (name for name in held if name in loops.memory and all(loops.stride(name, dim) == ZERO for dim in loops.kept))
         once = tuple(kept) if computes and not loops.sums_terms else ()
-        resident = RESIDENT_THREADS // threads if computes and count // threads * accesses <= FEW_HELD else 0
+        few = FEW_HELD if computes else FEW_INPUTS if threads >= LARGE and len(loops.results) == 1 else 0
+        resident = RESIDENT_THREADS // threads if 0 < count // threads * accesses <= few else 0
         by = BY_ROW if threads > WARP else BY_SHORT_ROW
         return replace(loops, distribution=by, threads=threads, resident=resident, held=held, once=once)
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops

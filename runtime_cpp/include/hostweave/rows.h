@@ -47,6 +47,23 @@ struct RecomputedRow {
   HW_DEVICE auto operator[](const Chunk& j) const { return compute(j); }
 };
 
+// Computes a thread's elements of a row, and holds them in registers.
+template <class Row, class Compute>
+HW_DEVICE auto hold_row(const Row& row, Compute compute) {
+  RegisterRow<decltype(compute(Chunk{})), Row::kEach> held;
+#pragma unroll
+  for (int number = 0; number < Row::kEach; ++number) {
+    if (const Chunk j{row.first(number), number}; row.has(j)) held.values[number] = compute(j);
+  }
+  return held;
+}
+// The same for elements in memory. All loads start before the first one ends.
+template <class Row, class Place>
+HW_DEVICE auto load_row(const Row& row, Place first) {
+  auto requested = hold_row(row, [&](const Chunk j) { return hw::request<Row::kWidth>(first + j); });
+  return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
+}
+
 // Threads that share a row: kThreads adjacent lanes of a warp, or a block if kThreads exceeds a warp or is 0 (any number).
 #ifdef __CUDACC__
 template <int kThreads, int kBlocks = 1>
@@ -142,13 +159,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
     if constexpr (kWidth == 1) {
       return ReloadedRow<Place, 1>{row};
     } else {
-      decltype(hw::request<kWidth>(row)) requested[kEach];
-#pragma unroll
-      for (int number = 0; number < kEach; ++number) requested[number] = hw::request<kWidth>(row + first(number));
-      RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
-#pragma unroll
-      for (int number = 0; number < kEach; ++number) held.values[number] = hw::received(requested[number]);
-      return held;
+      return load_row(*this, row);
     }
   }
   // A row of values, of which `compute` returns the vector of a chunk. Threads hold them in registers.
@@ -157,10 +168,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
     if constexpr (kWidth == 1) {
       return RecomputedRow<Compute>{compute};
     } else {
-      RegisterRow<decltype(compute(Chunk{})), kEach> held;
-#pragma unroll
-      for (int number = 0; number < kEach; ++number) held.values[number] = compute(Chunk{first(number), number});
-      return held;
+      return hold_row(*this, compute);
     }
   }
 };
@@ -182,26 +190,11 @@ struct RowUpTo : ThreadGroup<0> {
   static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
   template <class Place>
   HW_DEVICE auto load(Place row) const {
-    decltype(hw::request<kWidth>(row)) requested[kEach];
-#pragma unroll
-    for (int number = 0; number < kEach; ++number) {
-      if (first(number) < length) requested[number] = hw::request<kWidth>(row + first(number));
-    }
-    RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
-#pragma unroll
-    for (int number = 0; number < kEach; ++number) {
-      if (first(number) < length) held.values[number] = hw::received(requested[number]);
-    }
-    return held;
+    return load_row(*this, row);
   }
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
-    RegisterRow<decltype(compute(Chunk{})), kEach> held;
-#pragma unroll
-    for (int number = 0; number < kEach; ++number) {
-      if (first(number) < length) held.values[number] = compute(Chunk{first(number), number});
-    }
-    return held;
+    return hold_row(*this, compute);
   }
 };
 
