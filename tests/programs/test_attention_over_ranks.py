@@ -117,8 +117,8 @@ def test_keys_do_not_travel() -> None:
         fusion = hw.fusion(mesh=hw.Mesh(cp=2), k=cached, n=hw.i32[2], **inputs)(compute)
         instructions = list(tree.walk(lowered(fusion).body))
         assert sum(isinstance(i, ir.Attention) for i in instructions) == 1
-        travels = (i for i in instructions if isinstance(i, ir.AllGather | ir.AllReduce | ir.LaunchAllReduce))
-        return [(tree.names(i, "read")[0], not isinstance(i, ir.AllGather)) for i in travels]
+        travels = (i for i in instructions if isinstance(i, ir.AllGather | ir.AllReduce | ir.LaunchExchange))
+        return [(tree.names(i, "read")[0], not isinstance(i, ir.AllGather | ir.LaunchAllGather)) for i in travels]
 
     def token(q, k, n):  # type: ignore[no-untyped-def]
         return hw.scaled_dot_product_attention(q, k, k, is_causal=True, lengths=n)
