@@ -61,6 +61,30 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
     return {v.name: random.standard_normal([size.bind({"M": 4, "E": 3}) for size in v.type.shape]) for v in fusion.arguments}
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
+    """Calls take numbers of one tensor one after the other, as layers take seeds of random numbers."""
+
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
+    def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w, -1, 1) + number
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], numbers=hw.f32[7], **{f"w_{i}": hw.f32["E"] for i in range(4)})
+    def model(x: hw.Tensor, numbers: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
+        for i in range(4)[:: -1 if backward else 1]:
+            x = layer(x, w[f"w_{i}"], numbers[2 + i])
+        return x
+
+    assert "%numbers_of_layer: f32[depth] = slice(%numbers, axis=0, start=2, step=1)" in str(model)
+    assert str(model).count("repeat @layer") == 1
+    arrays = arrays_of(model)
+    x = arrays["x"]
+    for i in range(4)[:: -1 if backward else 1]:
+        x = np.clip(x * arrays[f"w_{i}"], -1, 1) + arrays["numbers"][2 + i]
+    np.testing.assert_allclose(run_reference(model, arrays)[0], x)
+    check(lower(model, Options()))
+
+
 def test_text_and_numpy() -> None:
     fusion = Fusion.parse(TEXT)
     assert str(fusion) == TEXT

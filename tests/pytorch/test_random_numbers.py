@@ -3,6 +3,7 @@ are torch's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -179,6 +180,29 @@ def test_training_draws_the_same_numbers_in_its_backward_pass() -> None:
     loss.backward()
     torch.testing.assert_close(weight.grad, noise * X)
     assert noise.std() > 0.3
+
+
+class Dropping(nn.Module):
+    """A layer that is linear in its input, with two dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 16, bias=False), nn.Dropout(0.4))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.inner(x)
+
+
+def test_layers_with_dropout_are_a_loop() -> None:
+    """Layers take their seeds one after the other. The product of x and its gradient is the sum of the results only if both passes drop the
+    same elements."""
+    module, x = nn.Sequential(*(Dropping() for _ in range(4))).train(), torch.randn(8, 16, requires_grad=True)
+    compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x,), training=True)
+    assert all(len(re.findall(r"for \(int64_t i = 0; i < [34]; \+\+i\)", one.source)) == 1 for one in (compiled.program, compiled.backward))
+    y = compiled(x)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close((x * x.grad).sum(), y.sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_other_draws_are_refused() -> None:

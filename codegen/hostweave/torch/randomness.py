@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.runtime.exchange import CallSignature
 from hostweave.runtime.group import Group
+from hostweave.torch.nodes import modules_of
 from hostweave.torch.ops import ops
 
 SEEDS = "random_seeds"  # argument of the programs with one seed per op
@@ -70,12 +72,23 @@ def with_seeds(graph: Graph) -> Node | None:
         seeds = graph.placeholder(SEEDS)
     seeds.meta["val"] = of.new_empty(len(drawn), dtype=torch.uint32)
     last = seeds
-    for number, node in enumerate(drawn):
+    for number, node in enumerate(_by_position(drawn)):
         with graph.inserting_after(last):
             seed = graph.call_function(torch.ops.aten.select.int, (seeds, 0, number))
         seed.meta["val"], last = of.new_empty((), dtype=torch.uint32), seed
         _seed(graph, node, seed)
     return seeds
+
+
+def _by_position(drawn: list[Node]) -> list[Node]:
+    """Sorts ops so that the ops at one position in all layers are consecutive. Repeated layers can then take their seeds one by one."""
+    counts, positions = Counter[str](), dict[Node, tuple[str, int]]()
+    for node in drawn:
+        layer = next((path for path in modules_of(node) if path.rpartition(".")[2].isdigit()), "")
+        positions[node] = layer.rpartition(".")[0], counts[layer]
+        counts[layer] += 1
+    order = list(dict.fromkeys(positions.values()))
+    return sorted(drawn, key=lambda node: order.index(positions[node]))
 
 
 def _draws(node: Node) -> bool:

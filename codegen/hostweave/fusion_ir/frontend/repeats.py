@@ -20,7 +20,7 @@ from itertools import pairwise, product
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import AXIS, INDEX
 from hostweave.fusion_ir.ops.calls import stacked
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
@@ -114,6 +114,7 @@ class _Repeats:
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
         self.stacks: dict[Column, tuple[_Run, int]] = {}
         self.runs: list[_Run] = []
+        self.selects = {op.result.name: op for op in fusion.ops if op.kind == "select" and op[AXIS] == 0}
         self.result_of: dict[tuple[str, int], str] = {  # (call, index) -> name of that result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
         }
@@ -145,7 +146,7 @@ class _Repeats:
     def most_alike(self, calls: Sequence[Op]) -> int:
         """Length of the longest prefix of calls in which each operand keeps its role: carried from one result, shared, or different in each
         call."""
-        in_turn = {name for column in self.stacks for name in column} | self.inputs
+        in_turn = {name for column in self.stacks for name in column} | self.inputs | self.selects.keys()
         roles: list[set[object]] = []
         for number, (before, call) in enumerate(pairwise(calls), 1):
             own = [fixed if not in_turn.isdisjoint(pair) else rest for fixed, rest, pair in self.roles_after(before, call)]
@@ -191,7 +192,7 @@ class _Repeats:
         for is_late, backward in product((False, True), (False, True)):
             run.backward = backward
             run.each = {at: run.in_order(column) for at, column in in_turn.items()}
-            late = {at: column for at, column in run.each.items() if not (column in self.stacks or self.is_group(column))}
+            late = {at: column for at, column in run.each.items() if not (self.is_stack(column) or self.is_group(column))}
             run.lagged = {at: whole for at, column in late.items() if is_late and (whole := self.whole(column))}
             run.each = {at: column for at, column in run.each.items() if at not in late}
             if len(run.lagged) == len(late):
@@ -221,6 +222,17 @@ class _Repeats:
                 return (*rest, following)
         return ()
 
+    def is_stack(self, column: Column) -> bool:
+        """True if a run stacks these values, or if they are consecutive indices of one tensor."""
+        return column in self.stacks or self.is_part(column)
+
+    def is_part(self, column: Column) -> bool:
+        """True if these values are consecutive indices of the outermost dim of one tensor, such as seeds of random numbers."""
+        ops = [self.selects[name] for name in column if name in self.selects]
+        source = ops[0].tensors[0] if ops else ""
+        expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []
+        return bool(ops) and [(op.tensors, op[INDEX]) for op in ops] == expected and not self.values[source].type.dims[0].axes
+
     def is_group(self, column: Column) -> bool:
         """True if these inputs can form a parameter group: their names count up, and their types are equal."""
         if column not in self.groups:
@@ -238,7 +250,7 @@ class _Repeats:
         Raises _Unfit if a required column is not contiguous in the inputs.
         """
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
-        wanted = {column: column for column in columns if column not in self.stacks}
+        wanted = {column: column for column in columns if not self.is_stack(column)}
         counts = Counter(name for column in wanted for name in column)
         if twice := next((name for name, times in counts.items() if times > 1), None):
             raise _Unfit(next(column for column in wanted if twice in column))
@@ -322,6 +334,7 @@ class _Rewriting:
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
+        self.parts: list[Op] = []  # slices of tensors whose indices calls take one after the other
 
     def depth(self, calls: int) -> Size:
         """Number of calls of a repeat: a symbolic size if some group has that many tensors, otherwise an int."""
@@ -337,6 +350,7 @@ class _Rewriting:
         for run in self.found.runs:
             self.pin(run)
             self.take_as_given(run)
+            self.take_parts(run)
         ops = self.sorted_ops(inputs, outputs)
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
@@ -419,10 +433,20 @@ class _Rewriting:
             reshards.append(Op("reshard", (inputs[at].name,), replace(value, pinned=True), location=run.calls[0].location))
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
+    def take_parts(self, run: _Run) -> None:
+        """Slices tensors of which each call takes the next index."""
+        for column in run.each.values():
+            if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
+                first = self.found.selects[column[0]]
+                self.name_of[column] = claim_unique(f"{first.tensors[0]}_of_{run.function.name}", self.taken)
+                result = Value(self.name_of[column], stacked(first.result.type, self.depth(len(column))))
+                given = attributes(axis=0, start=first[INDEX], step=1)
+                self.parts.append(Op("slice", first.tensors, result, given, first.location))
+
     def type_in_group(self, run: _Run, operand: int) -> TensorType | None:
         """The type of the tensors that an operand takes from a group of inputs; None if it takes no group."""
         column = (run.each | run.lagged).get(operand)
-        return None if column is None or column in self.found.stacks else self.values[column[0]].type
+        return None if column is None or self.found.is_stack(column) else self.values[column[0]].type
 
     # --- ops ---
 
@@ -431,7 +455,7 @@ class _Rewriting:
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
-        units: list[Op | _Run] = []
+        units: list[Op | _Run] = [*self.parts]
         for op in self.before.ops:
             name = op.result.name
             if name in run_of:
