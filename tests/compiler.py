@@ -20,6 +20,35 @@ HEADERS = (
     *("term_exchange", "types", "window"),
 )
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
+# Inline functions of the standard headers use these templates. g++ instantiates them in each file, unless the precompiled header has them
+# because a constant needs them.
+INSTANTIATED = """\
+#include <string>
+#include <string_view>
+#include <vector>
+#if __cpp_lib_constexpr_string >= 201907L && __cpp_lib_constexpr_vector >= 201907L
+template <class C>
+constexpr bool text_is_instantiated() {
+  const C text[21] = {'a', 'a', 'a'};
+  std::basic_string<C> in_place{text, 3}, allocated{text, 20};
+  return in_place.size() + allocated.size() == 23 && std::basic_string_view<C>(text, 3).length() == 3;
+}
+constexpr bool string_is_instantiated() {
+  std::string a(3, 'a'), b = a + "text" + a, c = std::move(a);
+  c.append("text", 2).insert(0, "t");
+  return c.insert(0, b).size() == 16;
+}
+constexpr bool list_is_instantiated() {
+  std::vector<long> a{1, 2}, b = a, c;
+  c = b;
+  b = std::move(c);
+  return b.size() == 2 && b[1] == 2 && !b.empty() && *b.begin() == 1;
+}
+static_assert(text_is_instantiated<char>() && text_is_instantiated<wchar_t>() && text_is_instantiated<char8_t>());
+static_assert(text_is_instantiated<char16_t>() && text_is_instantiated<char32_t>());
+static_assert(string_is_instantiated() && list_is_instantiated());
+#endif
+"""
 STANDARD = {
     PROGRAM: "#include <array>\n#include <optional>\n",
     # Disables the special functions of <cmath>, whose template instances would be a third of each kernel file.
@@ -78,7 +107,7 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        header.write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
+        header.write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in headers) + INSTANTIATED)
         yield _case(toolchain, what, str(header), level)
 
 
