@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
 from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
@@ -40,6 +39,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Each case with the transports peer and one_sided, whose programs have the same IR. One of the two runs only with -m slow: peer for
     every second case, and one_sided for the other cases."""
+    import pytest  # rank_process.py imports this module in many processes, and pytest is a third of the time
+
     return [
         pytest.param(*case, transport, marks=[pytest.mark.slow] * ((number + at) % 2))
         for number, case in enumerate(cases)
