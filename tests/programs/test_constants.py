@@ -56,22 +56,21 @@ def test_values_of_constants(case: str) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "wanted"),
-    [
-        (hw.bool_, True, np.True_),
-        (hw.i8, -128, np.int8(-128)),
-        (hw.u8, 255, np.uint8(255)),
-        (hw.i64, -(2**53), np.int64(-(2**53))),
-        (hw.f16, 0.1, np.float16(0.1)),
-        (hw.bf16, float("-inf"), ml_dtypes.bfloat16("-inf")),
-        (hw.f64, 1e300, np.float64(1e300)),
-    ],
-)
-def test_each_dtype(dtype: hw.DType, value: float, wanted: Any) -> None:
-    made = computed(lambda x: hw.full((3,), value, dtype))
-    assert made.dtype == wanted.dtype
-    assert (made == wanted).all()
+def test_each_dtype() -> None:
+    values = {
+        hw.bool_: np.True_,
+        hw.i8: np.int8(-128),
+        hw.u8: np.uint8(255),
+        hw.i64: np.int64(-(2**53)),
+        hw.f16: np.float16(0.1),
+        hw.bf16: ml_dtypes.bfloat16("-inf"),
+        hw.f64: np.float64(1e300),
+    }
+    numbers = (True, -128, 255, -(2**53), 0.1, float("-inf"), 1e300)
+    made = computed(lambda x: tuple(hw.full((3,), number, dtype) for number, dtype in zip(numbers, values, strict=True)))
+    for got, wanted in zip(made, values.values(), strict=True):
+        assert got.dtype == wanted.dtype
+        assert (got == wanted).all()
 
 
 REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
