@@ -124,10 +124,13 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hw.fusion(lambda x: x),
         "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, donate=(), **inputs)",
     ),
-    "a call": (lambda: PRODUCT.compiled.given(X, W), "@program: a fusion is not a function of arrays or tensors; hw.compile(it).run(...)"),
+    "a call": (
+        lambda: PRODUCT.compiled.given(X, W),
+        "@program: a fusion is not a function of arrays or tensors; use hw.compile(fusion).run(...)",
+    ),
     "afterwards": (
         lambda: LEFT[0] + 1,
-        "add: the function of f32[M@x, K] has returned; use the tensor inside it, or use the result of run",
+        "add: the function of f32[M@x, K] has returned; use the tensor in the function, or use the result of run",
     ),
     "init": (lambda: hw.init(rank=0), "has no parameter 'rank'; one of provider, group, timeout, call_timeout, device"),
     "compile": (lambda: hw.compile(PRODUCT.compiled.given, streams=2), "has no parameter 'streams'"),

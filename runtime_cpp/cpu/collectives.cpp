@@ -158,7 +158,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // received data by rank, as for threads
+    Match match;  // received data by rank, as if the ranks were threads
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;

@@ -127,7 +127,7 @@ CHECKED = {
     "one queue": (
         on_two_streams(awaited(0), given(0)),
         "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
-        "issue the operations that rank 1 waits for before it",
+        "before it, issue the operations that rank 1 waits for",
     ),
     "two streams": (
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
@@ -142,7 +142,7 @@ CHECKED = {
             "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
         ),
         "is sent again before rank 1 has waited for the previous one, so that a CUDA graph waits forever; "
-        "add that wait before it, or use another number",
+        "add that wait before the put, or use another number",
     ),
     "a wait too many": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),

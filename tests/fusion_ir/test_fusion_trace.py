@@ -166,7 +166,9 @@ def test_a_name_has_no_spaces_and_a_mesh_is_one() -> None:
     with pytest.raises(ProgramError, match=r"not a dim: 'M N'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
         hw.f32["M N"]
     assert hw.f32["M @ x"] == hw.f32["M@x"]
-    with pytest.raises(ProgramError, match=r"fusion: mesh=f32\[M\] is not an hw.Mesh; a parameter of the function needs another name$"):
+    with pytest.raises(
+        ProgramError, match=r"fusion: mesh=f32\[M\] is not an hw.Mesh; if the function has a parameter mesh, rename this parameter$"
+    ):
         hw.fusion(mesh=hw.f32["M"])
 
 

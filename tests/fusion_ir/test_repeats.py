@@ -167,7 +167,7 @@ def test_functions_that_differ_in_one_attribute_stay_apart() -> None:
         ("w_0 to w_3", "w_3 to w_0", "is not a range of names"),
         (", depth=depth, each", ", each", "write one, as in depth=2"),
         ("returned=(0,)", "returned=(1,)", "correct its type"),
-        ("returned=(0,)", "returned=(2,)", "each, lagged, carried and returned must name each at most once"),
+        ("returned=(0,)", "returned=(2,)", "each=, lagged=, carried= and returned= must name a tensor at most once"),
         ("each=(1,), ", "", "only the mesh axes may differ"),
         ("carried=(0,), ", "", "give as many of both"),
         ("index=2", "index=6", "has no result 6"),

@@ -60,17 +60,17 @@ ERRORS = {
         {},
         "4: a loop: bf16[M, K] has no first dim of known size; use functions of whole tensors, such as hw.sum",
     ),
-    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; its name is in x.shape"),
+    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; use x.shape[0], its name"),
     "change": ("x[0] = 1", {}, "4: tensors are immutable; create a new one by hw.where or hw.concat"),
     "NumPy": (
         "import numpy; return numpy.exp(x)",
         {},
-        "4: numpy.exp: NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs",
+        "4: numpy.exp: NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and pass arrays as inputs",
     ),
     "NumPy's sum": (
         "import numpy; return numpy.sum(numpy.asarray(x))",
         {},
-        "4: numpy.asarray: a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs",
+        "4: numpy.asarray: a tensor of a fusion holds no data; use functions of hostweave, and pass arrays as inputs",
     ),
     "axis twice": ("return hw.sum(x, axis=(0, -2))", {}, "4: sum: axis=(0, 0) names a dim twice; name it once"),
     "expand": ("return hw.expand_dims(x, 3)", {}, "4: expand_dims: axis 3 is out of range: the result has 3 dims"),
@@ -83,7 +83,7 @@ ERRORS = {
     "reshape": (
         'return hw.reshape(x, "M", 4)',
         {},
-        "4: reshape: bf16[M, K] does not have the elements of [M, 4]; make the products of the dims equal",
+        "4: reshape: bf16[M, K] differs in its number of elements from [M, 4]; make the products equal",
     ),
     "reshape rest": ("return hw.reshape(x, 'J', -1)", {}, "4: reshape: -1 cannot be inferred for bf16[M, K] to ['J', -1]; write every dim"),
     "reshape dim": (
@@ -294,7 +294,7 @@ ERRORS = {
         "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
         "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
-        "the key head count does not divide the query head count; use int sizes that divide",
+        "the query head count must be a multiple of the key head count; use such int sizes",
     ),
     "attention masks": (
         "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",

@@ -106,8 +106,7 @@ BODIES = {
     "%v = permute %x by [0, 0]": "text:2: @t: %v = permute %x by [0, 0]: %x is f32[M/2, 4]: the order must name each of its dims once",
     # compute
     "%a = allocate f32[4, 4, 2]\n%b = select %a[2: 0]\n%c = permute %x by [1, 0]\nmatmul %c, %x -> %b": (
-        "text:5: @t: matmul %c, %x -> %b: "
-        "neither the rows nor the columns of %b are contiguous: copy it to a contiguous buffer, or from one"
+        "text:5: @t: matmul %c, %x -> %b: neither the rows nor the columns of %b are contiguous: copy it to or from a contiguous buffer"
     ),
     "matmul %x, %n -> %y": (
         "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
@@ -151,7 +150,7 @@ BODIES = {
         "text:3: @t: matmul %x, %b accumulate %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
     ),
     "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = chunk %c[1: 0 of 2]\nmatmul %x, %b accumulate %v -> %y": (
-        "text:5: @t: matmul %x, %b accumulate %v -> %y: the memory layouts of %v and %y differ: copy it to a buffer with the same layout"
+        "text:5: @t: matmul %x, %b accumulate %v -> %y: the memory layouts of %v and %y differ: copy %v to a buffer with the layout of %y"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b bias %b -> %y": (
         "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
@@ -201,10 +200,10 @@ BODIES = {
         "text:3: @t: broadcast_to_others %b to %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
     ),
     "%b = allocate bool[2]\n%c = allocate bool[2]\nall_reduce max %b -> %c on x": (
-        "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before it and back after it"
+        "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before the reduction and back after it"
     ),
     "%b = allocate f8e4m3[2]\n%c = allocate f8e4m3[2]\nreduce sum %b -> %c to 0 on x": (
-        "text:4: @t: reduce sum %b -> %c to 0 on x: NCCL cannot reduce f8e4m3: cast to f32 before it and back after it"
+        "text:4: @t: reduce sum %b -> %c to 0 on x: NCCL cannot reduce f8e4m3: cast to f32 before the reduction and back after it"
     ),
     "gather %x -> %y to 0 on x": "text:2: @t: gather %x -> %y to 0 on x: %y must hold 2 x %x: it has 2*M elements, not 4*M",
     "scatter %x -> %y from 0 on x": "text:2: @t: scatter %x -> %y from 0 on x: %x must hold 2 x %y: it has 2*M elements, not 4*M",

@@ -153,7 +153,7 @@ def mixed(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
         (
             hw.f32["M"].on(Mesh(x=2)),
             hw.f32["M"],
-            "f32[M] on mesh(x=2): mesh(x=2) is not part of mesh(x=4); take ranks from there, as mesh.ranks([0, 1])",
+            "f32[M] on mesh(x=2): mesh(x=2) is not part of mesh(x=4); use ranks of the program's mesh, as mesh.ranks([0, 1])",
         ),
         (
             hw.f32["M"].on(GRID.ranks([4, 5])),
@@ -276,7 +276,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "%b = allocate f32[4, N]\nall_reduce sum %x -> %b on x\n}\n",
-            "text:4: @t: all_reduce sum %x -> %b on x: all ranks of the channel must execute a collective, and it is on mesh(x=4): "
+            "text:4: @t: all_reduce sum %x -> %b on x: the channel is on mesh(x=4), all of whose ranks must execute a collective: "
             "use a channel on mesh(x=2 of ranks 0, 1)",
         ),
         # the static check

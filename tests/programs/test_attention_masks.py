@@ -250,7 +250,7 @@ def test_mistakes_of_gradients_in_host_ir(text: str, why: str) -> None:
 def test_a_bias_that_is_not_there_has_no_gradient() -> None:
     operands = "%q, %q, %q, %q, %q, %l, scale=1.0"
     text = f"fusion @f(%q: bf16[4, S, 8], %l: f32[4, S]) {{\n  %y: bf16[S, S] = attention_bias_gradient({operands})\n  return %y\n}}\n"
-    with pytest.raises(ProgramError, match="is the gradient of a bias, but there is no bias; add one, and bias=true"):
+    with pytest.raises(ProgramError, match="is the gradient of a bias, but there is no bias; add a bias, and bias=true"):
         Fusion.parse(text)
 
 

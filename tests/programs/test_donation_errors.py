@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Any, Traced, str]] = {
     "none fits": (
         ("x",),
         lambda x, y: hw.sum(x + y, 0),
-        "no result of f32\\[M, N\\], apart from those that other inputs take, is computed from x; return",
+        "no result of f32\\[M, N\\], apart from results that other inputs use, is computed from x; return",
     ),
     "not computed from it": (("x",), lambda x, y: (hw.exp(y), hw.sum(x)), "is computed from x; return one, or leave x out of donate"),
     "several": (
@@ -246,7 +246,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
         compiled(x, x, z)
     with pytest.raises(ArgumentError, match=r"which is donated: x and z overlap in memory"):
         compiled(x, y, x)
-    with pytest.raises(ArgumentError, match=r"out=: .*: is returned in x, which is donated; pass None for it, or that array"):
+    with pytest.raises(ArgumentError, match=r"out=: .*: is returned in x, which is donated; pass None, or the array of x"):
         compiled(x, y, z, out=(z.copy(), None))
     tx, ty, tz = (torch.full((4,), float(number)) for number in range(3))
     first, second = compiled(tx, ty, tz)

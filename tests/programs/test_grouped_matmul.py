@@ -144,7 +144,7 @@ def test_operands_with_wrong_shapes_or_dtypes() -> None:
 
     fails("inner dims differ", w=hw.f32["E", "N", "K"])
     fails("offsets are i64", ends=hw.i64["E"])
-    fails("is not an i32 for each group", ends=hw.i32["K"])
+    fails("is not one i32 for each group", ends=hw.i32["K"])
     fails("not defined for i32", x=hw.i32["T", "K"], w=hw.i32["E", "K", "N"])
     fails("are not", x=hw.f32["T", "K", 2])
     fails("differ in their number of rows", x=hw.f32["K", "T"], w=hw.f32["K", "N"])

@@ -176,7 +176,7 @@ def test_torch_compile_does_not_change_a_compiled_module() -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "tp, -"}, (x,))
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(lambda x: compiled(x) + 1, backend="eager")(x), module(x) + 1)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"for fullgraph=True make its program an op by hostweave.torch.as_torch"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"with fullgraph=True, register its program by hostweave.torch.as_torch"):
             torch.compile(compiled, fullgraph=True, backend="eager")(x)
 
 

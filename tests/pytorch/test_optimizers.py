@@ -264,7 +264,7 @@ def test_optimizers_that_are_refused(make: Make, message: str) -> None:
 
 def test_options_of_a_step() -> None:
     module = Mlp()
-    with pytest.raises(ProgramError, match="clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too"):
+    with pytest.raises(ProgramError, match="clip_grad_norm=, accumulate= and scaler= need optimizer=; pass optimizer= too"):
         compiled(module, None, training=True, clip_grad_norm=1.0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ProgramError, match="accumulate=0 is not a number of calls; pass an int of at least 1"):

@@ -293,7 +293,7 @@ def test_options_of_pipelines_need_stages() -> None:
     [
         ({"accumulate": 2}, "accumulate= is not supported for a pipeline, .*; pass more microbatches="),
         ({"scaler": torch.amp.GradScaler("cpu")}, "scaler= is not supported for a pipeline; omit it"),
-        ({"optimizer": None, "clip_grad_norm": 1.0}, "clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too"),
+        ({"optimizer": None, "clip_grad_norm": 1.0}, "clip_grad_norm=, accumulate= and scaler= need optimizer=; pass optimizer= too"),
         ({}, r"optimizer: \S+ requires grad, but is not in the optimizer; add it, or freeze it"),
     ],
 )

@@ -118,7 +118,10 @@ def test_a_replicated_buffer_with_a_sharded_plan_is_refused() -> None:
 
     def rank_main(rank: int) -> None:
         hw.init(threads)
-        with torch.no_grad(), pytest.raises(ArgumentError, match=r"running_mean is written in forward and whole on each rank.*DTensor"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ArgumentError, match=r"running_mean is written in forward, and each rank has all of it.*DTensor"),
+        ):
             model(torch.ones(4, 8))
 
     threads.run(rank_main)

@@ -113,7 +113,7 @@ def test_the_ir_names_arrays_in_windows() -> None:
     elsewhere = str(host).replace("%v: f32[K@x, K] in window)", "%v: f32[K@x, K])")
     with pytest.raises(ProgramError) as caught:
         hw.compile(HostProgram.parse(elsewhere))
-    assert "%v is not in a window, but @layer takes %w in one: use allocate_window" in str(caught.value)
+    assert "%v is not in a window, but @layer takes %w in a window: use allocate_window" in str(caught.value)
     assert not program.host.windows
 
 
@@ -237,7 +237,7 @@ def test_ranks_that_disagree() -> None:
         shared(2)[1](x=other if group.rank else x, **weights)
 
     told = message_of(2, crossed, ExecutionError)
-    assert "rank 1 and rank 0 pass arrays from different calls of group.empty; pass those of the same call, with equal offsets" in told
+    assert "rank 1 and rank 0 pass arrays from different calls of group.empty; pass arrays of one call, with equal offsets" in told
 
 
 def test_a_program_for_windows_refuses_other_arrays() -> None:

@@ -316,7 +316,7 @@ def _expect_own_above(folder: Path) -> None:
         status = at.lstat()
         is_of_others = status.st_uid not in (0, os.geteuid())
         if is_of_others or (stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
-            remedy = "" if is_of_others else f" with mode {stat.S_IMODE(status.st_mode):o}; change that to 755, or"
+            remedy = "" if is_of_others else f" with mode {stat.S_IMODE(status.st_mode):o}; change the mode to 755, or"
             raise BuildError(
                 f"{folder} can be replaced by other users, whose code would run as yours: {at} belongs to uid {status.st_uid}"
                 f"{remedy or ';'} set HOSTWEAVE_CACHE to a folder that you own"

@@ -35,7 +35,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
         with _guarded_group() as group:
             return _run(command, folder, group, seconds)
     except OSError as error:
-        remedy = remedy_of(str(error)) or "set CXX to one that can"
+        remedy = remedy_of(str(error)) or "set CXX to another compiler"
         raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; {remedy}") from error
 
 

@@ -28,7 +28,7 @@ def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
     if value < 0:
-        raise error_of(f"{size} is {value}: choose sizes that leave room for it")
+        raise error_of(f"{size} is {value}: choose larger sizes")
     return value
 
 

@@ -111,14 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     timeline = add("timeline", _timeline, timeline_help, program, target)
     timeline.add_argument("--measure", action="store_true", help="also run all ranks here on random arrays of --sizes, and measure them")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
-    network = "network of one GPU between hosts of 8 GPUs, in bytes per second and seconds; needed for more than 8 ranks"
+    network = "network of a GPU to other hosts of 8 GPUs: bytes per second, and seconds; needed for more than 8 ranks"
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
     export_help = "Write a CMake project: the program as a library, which needs no Python. With --wheel, make a Python wheel of it."
     export = add("export", _export, export_help, program, target)
     export.add_argument("folder", type=Path)
-    wheel_help = "also build a wheel of this version (default 0.1.0) for --target, which does not need Hostweave, in FOLDER/dist"
+    wheel_help = "also build a wheel of this version (default 0.1.0) for --target in FOLDER/dist; the wheel does not need Hostweave"
     export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
 
     benchmarks = add("bench", _bench, "Run the benchmarks that this machine can run, and compare with other libraries.", as_json)

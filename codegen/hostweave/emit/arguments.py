@@ -34,7 +34,7 @@ class SizeBinding:
 @dataclass(frozen=True)
 class CheckedArgument:
     name: str  # the user's name
-    label: str  # C++ for it
+    label: str  # C++ of this name
     dtype: str
     shape: str
     pattern: str  # expected shape before this argument has bound its sizes; dims not known yet are hw::kAny
@@ -42,7 +42,7 @@ class CheckedArgument:
     again: bool  # the shape is checked a second time, after its sizes are bound
     buffer: OperandBuffer  # the local buffer: bf16[M/8, K]
     used: bool
-    parameter: str  # name of the program's parameter; the first tensor stands for a parameter group
+    parameter: str  # name of the program's parameter; if it is a group, the other fields describe its first tensor
     path: str  # C++ path of the tensor, such as in.x
     on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have it
     memory: str = ""  # for an output: C++ path of the input that was donated for it
@@ -55,7 +55,7 @@ class CheckedArgument:
 
     @property
     def has_named_dims(self) -> bool:
-        """True if the type cannot be told from the C++ dtype and shape: a dim is symbolic, or a bool is stored as a byte."""
+        """True if the type cannot be derived from the C++ dtype and shape: a dim is symbolic, or a bool is stored as a byte."""
         return self.buffer.type.dtype.name == "bool" or not all(size.is_int for size in self.buffer.type.shape)
 
 

@@ -229,7 +229,7 @@ class Fusion:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"
+        remedy = "use hw.compile(fusion).run(...), or hw.block for a function that fusions call"
         raise ProgramError.here(f"@{self.name}: a fusion is not a function of arrays or tensors; {remedy}")
 
     @cached_property

@@ -145,7 +145,7 @@ def plan(
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
-        raise ProgramError(f"reshard: {why}; reshard it on its own mesh first, or after", location)
+        raise ProgramError(f"reshard: {why}; reshard on the first mesh before the move, or on the other mesh after it", location)
     legs = [_plan(*ends, mesh, tuple(sorted(sizes.items()))) for ends in in_rank_order(source, target)]
     if None in legs:
         raise ProgramError(

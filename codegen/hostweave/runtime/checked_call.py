@@ -195,7 +195,7 @@ class Arguments:
         for parameter, output, one in zip(parameters, outputs, donated, strict=True):
             if output and one and output[0].address(output[1]) != one[0].address(one[1]):
                 where = f"{self._host.name}: out=: {parameter.name}: is returned in {parameter.memory}, which is donated"
-                raise ArgumentError(f"{where}; pass None for it, or that array")
+                raise ArgumentError(f"{where}; pass None, or the array of {parameter.memory}")
             if output and not output[0].is_writable(output[1]):
                 raise ArgumentError(f"{self._host.name}: out=: {parameter.name}: is read-only; pass a writable array, or omit out=")
         return outputs

@@ -348,9 +348,7 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
                 "pass consistent sizes to each call"
             )
         if signature.windows != first.windows:
-            return (
-                f"rank {rank} and rank 0 pass arrays from different calls of group.empty; pass those of the same call, with equal offsets"
-            )
+            return f"rank {rank} and rank 0 pass arrays from different calls of group.empty; pass arrays of one call, with equal offsets"
     return None
 
 

@@ -102,7 +102,7 @@ def _shape_and_dtype(name: str, parameter: Any, array: Array) -> tuple[tuple[int
         got = f"{dtype}[{', '.join(map(str, array.shape))}]"
         remedy = "cast it" if dtype != type_.dtype else f"pass an array of {len(type_.dims)} dims"
         if str(type_.dtype) in ("i64", "u64", "f64") and dtype != type_.dtype:
-            remedy += "; JAX makes 64 bits only with jax.config.update('jax_enable_x64', True)"
+            remedy += "; JAX creates arrays of 64-bit dtypes only with jax.config.update('jax_enable_x64', True)"
         raise ArgumentError(f"{name}: {parameter.name}: expected {type_}, got {got}; {remedy}")
     return tuple(array.shape), type_.dtype
 

@@ -448,7 +448,7 @@ class LocalProgram:
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so the library of its output arrays is unknown"
-                raise ArgumentError(f"{self.host.name}: {why}; pass them as out=")
+                raise ArgumentError(f"{self.host.name}: {why}; pass the output arrays as out=")
             return [None] * len(held)
         with library.on_stream(checked_call.stream if on_given_stream else None, self._device):
             return [

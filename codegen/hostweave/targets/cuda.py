@@ -143,7 +143,7 @@ def why_no_scales(scaling: str) -> str:
 def why_no_peers(ranks: int) -> str:
     """Reason why ranks cannot access each other's memory, or "" if they can."""
     if len(cuda.gpus()) < ranks:
-        return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
+        return f"puts need all ranks on the GPUs of one host, and this host has {len(cuda.gpus())} for {ranks} ranks"
     if ranks > 1 and (pair := cuda.pair_without_access()):
         return f"puts need peer access, and GPU {pair[0]} has none to GPU {pair[1]}"
     return ""
@@ -232,7 +232,7 @@ def _gpus(major: int) -> str:
     if not gpus:
         return f"the driver (for CUDA {driver}) reports none"
     names = ", ".join(f"{sum(gpu == kind for gpu in gpus)} x {kind.name} ({kind.arch})" for kind in dict.fromkeys(gpus))
-    old = f"; it is older than the CUDA {major} that was found" if int(driver.split(".")[0]) < major else ""
+    old = f"; the driver is older than the CUDA {major} that was found" if int(driver.split(".")[0]) < major else ""
     return f"{names}, driver for CUDA {driver}{old}"
 
 

@@ -114,7 +114,7 @@ def compile(
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """
     if optimizer is None and (clip_grad_norm is not None or accumulate != 1 or scaler is not None):
-        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= need optimizer=; pass it too")
+        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= need optimizer=; pass optimizer= too")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is not a number of calls; pass an int of at least 1")
     if clip_grad_norm is not None and not clip_grad_norm > 0:

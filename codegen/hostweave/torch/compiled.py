@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def not_traced(call: F) -> F:
     """Excludes a function from torch.compile, which then runs it eagerly."""
-    why = "torch cannot trace a module that hostweave compiled; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
+    why = "torch cannot trace a module that hostweave compiled; with fullgraph=True, register its program by hostweave.torch.as_torch_op"
     return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -250,7 +250,7 @@ class CompiledModule(Delegating):
             tensor: Any = tensor_of(self._module, self._graph.parameters[name]).detach()
             is_whole = not isinstance(tensor, DTensor)
             if group and is_whole and any(dim.axes for dim in self._graph.input_types[name].dims):
-                why = f"{self._graph.parameters[name]} is written in forward and whole on each rank, but the plan shards it"
+                why = f"{self._graph.parameters[name]} is written in forward, and each rank has all of it, but the plan shards it"
                 raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or omit it from the plan")
             found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
         return found

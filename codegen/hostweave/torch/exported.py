@@ -131,7 +131,7 @@ def _without_property_of_code() -> Iterator[None]:
 
 def _refuse_seed(*_: Any) -> None:
     why = "forward calls torch.manual_seed, which a program cannot repeat in each call"
-    raise ProgramError(f"{why}; call it before the module, which draws its seeds from torch's generator", Location.of_caller(_TORCH))
+    raise ProgramError(f"{why}; call it before the module: programs get their seeds from torch's generator", Location.of_caller(_TORCH))
 
 
 def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:

@@ -195,7 +195,7 @@ class Generation:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
             program = self._compile(kwargs, None)
-            why = f"each length of prompts and masks needs a separate program, because no program takes several: {error}"
+            why = f"each length of prompts and masks needs a separate program, because no program accepts several lengths: {error}"
             warnings.warn(f"{self._name}: generate: {why}", stacklevel=2)
             return program
 

@@ -322,7 +322,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
         if node.args[1] is not torch.ops.aten._linalg_check_errors.default or is_derived_from:
             why, remedy = (
                 f"{node.args[1]} has a side effect",
-                "omit it, or use a function without it, such as inv_ex for inv",
+                "omit the call, or use a function without side effects, such as inv_ex for inv",
             )
             raise ProgramError(f"{why}, which is not supported{' in training' * is_derived_from}; {remedy}", location(node))
     for spec in exported.graph_signature.output_specs:
@@ -330,7 +330,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
             continue
         target = str(spec.target)
         if is_derived_from and spec.kind is OutputKind.USER_INPUT_MUTATION:
-            remedy = "write to a copy of it, and return that"
+            remedy = "write to a copy, and return the copy"
             raise ProgramError(f"{target}: the module writes to it in forward, which is not supported in training; {remedy}")
         if spec.kind not in (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION):
             raise ProgramError(f"{target}: the module writes to it in forward, which is not supported; make it an input, or a buffer")

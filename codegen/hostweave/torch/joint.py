@@ -284,7 +284,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         raise error_of_torch("training", error) from error
     if not any(differentiable):
         why = "no result depends on a tensor that requires grad"
-        raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
+        raise ProgramError(f"training: {why}; let parameters or example_inputs require grad, or compile without training=True")
     _cut_before_padding(made.graph)
     _simplify(made)
     _read_logits(made)
@@ -338,7 +338,7 @@ def _losses(results: list[Node]) -> list[Node]:
     found = [node for node in results if node.meta["val"].is_floating_point() and node.meta["val"].ndim == 0]
     if len(found) != 1:
         why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
-        raise ProgramError(f"optimizer: {why}; return one, or omit optimizer= and call backward() and step()")
+        raise ProgramError(f"optimizer: {why}; return only the loss, or omit optimizer= and call backward() and step()")
     return found
 
 

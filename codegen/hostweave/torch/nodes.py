@@ -44,7 +44,7 @@ def size_of(size: int | torch.SymInt) -> int | str:
     try:
         return int(text) if text.isdigit() else str(Size.of(text))
     except ValueError:
-        why = f"a size of {text} is not supported; compile with fixed sizes, or with sizes that are sums, products and quotients of others"
+        why = f"a size of {text} is not supported; compile with fixed sizes, or with sums, products and quotients of sizes"
         raise ProgramError.here(why) from None
 
 

@@ -32,7 +32,7 @@ def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any],
     maker = stages[source.stage]
     if source.number >= len(maker.outer.of_module) or (node := maker.outer.of_module[source.number]) not in maker.joint.results:
         why = f"result {source.number} of stage {source.stage} is not a tensor that the stage computes"
-        raise ProgramError(f"{HERE}: {why}; return one, and pass arguments to the stage that takes them")
+        raise ProgramError(f"{HERE}: {why}; return a computed tensor, and pass each argument to the stage that takes it")
     of = node.meta["val"]
     has = maker.joint.differentiable[maker.joint.results.index(node)]
     return torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device, requires_grad=has)

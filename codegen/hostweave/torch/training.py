@@ -59,7 +59,7 @@ class Differentiated(CompiledModule):
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
             raise ArgumentError(
-                f"{self._name}: {origin.name} requires grad, but did not at compile; compile with example_inputs that require it, "
+                f"{self._name}: {origin.name} requires grad, but did not at compile; compile with example_inputs that require grad, "
                 "or detach() it"
             )
         return tensor

@@ -83,7 +83,7 @@ def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
 
 def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: Location) -> NoReturn:
     if not numbers:
-        why = f"no result of {given.type}, apart from those that other inputs take, is computed from {name}"
+        why = f"no result of {given.type}, apart from results that other inputs use, is computed from {name}"
         raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)
     several = " and ".join(map(str, numbers))
     example = f'donate={{"{name}": {numbers[0]}, ...}}'

@@ -171,7 +171,7 @@ class Tensor:
 
         Raises ProgramError if it is not an int.
         """
-        return self._first_extent("len", "its name is in x.shape")
+        return self._first_extent("len", "use x.shape[0], its name")
 
     def _first_extent(self, what: str, remedy: str) -> int:
         if not self.ndim or not self.type.shape[0].is_int:
@@ -191,11 +191,11 @@ class Tensor:
             raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
-        why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
+        why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and pass arrays as inputs"
         raise ProgramError.here(f"numpy.{ufunc.__name__}: {why}")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        why = "a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs"
+        why = "a tensor of a fusion holds no data; use functions of hostweave, and pass arrays as inputs"
         raise ProgramError.here(f"numpy.asarray: {why}")
 
     def __bool__(self) -> bool:
@@ -290,7 +290,7 @@ class _Trace:
             raise ProgramError(f"{kind}: the tensors belong to different fusions; make one of them an input", location)
         if self.is_traced:
             raise ProgramError(
-                f"{kind}: the function of {known[0].type} has returned; use the tensor inside it, or use the result of run", location
+                f"{kind}: the function of {known[0].type} has returned; use the tensor in the function, or use the result of run", location
             )
         if target is not None:
             mesh = known[0].type.mesh if known else None
@@ -371,7 +371,7 @@ def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:
-            raise ProgramError(f"{type}: {mesh} is not part of {program}; take ranks from there, as mesh.ranks([0, 1])", location)
+            raise ProgramError(f"{type}: {mesh} is not part of {program}; use ranks of the program's mesh, as mesh.ranks([0, 1])", location)
         mesh = Mesh(mesh.axes, tuple(range(mesh.size)))
     placed = replace(type, mesh=None if mesh and (mesh.axes, tuple(mesh.all_ranks)) == (program.axes, tuple(program.all_ranks)) else mesh)
     placed.check(location, program)

@@ -49,7 +49,7 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
+        raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; if the function has a parameter mesh, rename this parameter", location)
 
     def decorate(function: Callable[..., Any]) -> Fusion:
         try:

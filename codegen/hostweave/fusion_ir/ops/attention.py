@@ -266,7 +266,7 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
             raise Mismatch(f"{type} is not {wanted}, the type of attention's result and of its gradient")
     masks = masks_of(op, types)
     if op.kind == BIAS_GRADIENT and "bias" not in masks:
-        raise Mismatch("is the gradient of a bias, but there is no bias; add one, and bias=true")
+        raise Mismatch("is the gradient of a bias, but there is no bias; add a bias, and bias=true")
     of = masks["bias"] if op.kind == BIAS_GRADIENT else types[GRADIENTS.index(op.kind)]
     return TensorType(of.dtype, tuple(Dim(size) for size in of.shape))
 

@@ -87,7 +87,7 @@ def _repeat(types: Types, op: Op) -> TensorType:
     ):
         raise Mismatch(
             f"@{function.name} takes {len(operands)} tensors and gives {len(results)}; "
-            "each, lagged, carried and returned must name each at most once"
+            "each=, lagged=, carried= and returned= must name a tensor at most once"
         )
     taken = [*function.inputs, *(function.inputs[at] for at in op[LAGGED])]
     for value, wanted, given in zip(taken, _taken_types(op), types, strict=True):

@@ -2,8 +2,8 @@
 
 All operands may have a leading batch dim: each batch has separate groups and matrices. The rows may be common to all batches.
 
-Group e consists of rows `starts[e]` to `ends[e]` - 1, as far as they exist. Groups do not overlap. If the rows are sharded, a rank holds a
-part of each group. If the groups are sharded, a rank holds some of the groups.
+Group e consists of rows `starts[e]` to `ends[e]` - 1. Numbers without a row are ignored. Groups do not overlap. If the rows are sharded,
+a rank holds a part of each group. If the groups are sharded, a rank holds some of the groups.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, 
     if x.dtype.kind != "float" or x.dtype.itemsize < 2:
         return f"not defined for {x.dtype}; use hw.astype to f16, bf16, f32 or f64"
     if is_outer and x.shape[:-1] != other.shape[:-1]:
-        return f"{x} and {other} differ in their number of rows; make it equal"
+        return f"{x} and {other} differ in their number of rows; make the numbers equal"
     if not is_outer and (x.shape[-1] != other.shape[-2] or x.shape[:-2] not in (batch, ()) or other.shape[:-3] != batch):
         return f"inner dims differ: {x} x {other}; w is [E, K, N]"
     for bound in (starts, ends):
         groups = (*batch, starts.shape[-1] if is_outer else other.shape[-3])
         if bound.dtype != i32 or bound.shape != groups:
-            return f"{bound} is not an i32 for each group; use hw.astype, one int for each matrix of w"
+            return f"{bound} is not one i32 for each group, that is for each matrix of w; use hw.astype, or hw.reshape"
     return ""
 
 

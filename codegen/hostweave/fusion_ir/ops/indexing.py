@@ -214,7 +214,7 @@ def _update(types: Types, op: Op) -> TensorType:
     x, update, *places = types
     axes = op[ORDER]
     if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
-        raise Mismatch(f"cannot write {update} to {x} along dims {axes}; give both equally many dims, and each of {axes} a start and rows")
+        raise Mismatch(f"cannot write {update} to {x} along dims {axes}; use equally many dims, and a start and rows for each of {axes}")
     same_dtype((x, update))
     for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
         if axis not in axes and have != size:
@@ -222,7 +222,7 @@ def _update(types: Types, op: Op) -> TensorType:
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
             raise Mismatch(
-                f"the start {start} of dim {axis} must be an i64 without dims, or with leading dims of {x} that are not cut; use start"
+                f"the start {start} of dim {axis} must be an i64 without dims, or with leading dims of {x} that are not cut; use op start"
             )
         _rows(rows, x.shape[axis])
     return unsharded(x)

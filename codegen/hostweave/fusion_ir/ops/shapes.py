@@ -24,7 +24,7 @@ def _expand_dims(types: Types, op: Op) -> TensorType:
 
 def _reshape(types: Types, op: Op) -> TensorType:
     if product(types[0].shape) != product(op.result.type.shape):
-        raise Mismatch(f"{types[0]} does not have the elements of {_shape_text(op.result.type.shape)}; make the products of the dims equal")
+        raise Mismatch(f"{types[0]} differs in its number of elements from {_shape_text(op.result.type.shape)}; make the products equal")
     return TensorType(types[0].dtype, tuple(Dim(size) for size in op.result.type.shape))
 
 

@@ -34,7 +34,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
         if scope.steps is not None:
             c.fail(f"a collective is not allowed in a loop of {scope.steps} steps, which differ between ranks: use send and recv there")
         if channel.mesh != c.mesh:
-            c.fail(f"all ranks of the channel must execute a collective, and it is on {channel.mesh}: use a channel on {c.mesh}")
+            c.fail(f"the channel is on {channel.mesh}, all of whose ranks must execute a collective: use a channel on {c.mesh}")
     return channel
 
 
@@ -45,7 +45,9 @@ def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
             c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
         transport, dtype = c.channel(i).transport, c.types[tree.names(i, "read")[0]].dtype.name
         if dtype in transport.reduced_as:
-            c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
+            c.fail(
+                f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before the reduction and back after it"
+            )
     if i.posts == "collective":
         large, small = (i.src, i.dst) if i.blocks == "src" else (i.dst, i.src)
         along = i.sent_along if i.blocks == "src" else i.received_along
@@ -148,7 +150,7 @@ def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:
     term, input, (first, *others) = i.srcs[0], c.kernels[i.kernel].inputs[0], c.kernels[i.kernel].ops
     name, kind, dtype = input.name, i.kind, c.types[term].dtype
     if first.kind != kind or first.tensors != (name,) or any(name in op.tensors for op in others):
-        c.fail(f"@{i.kernel} must begin with the {kind} of %{name}, and no other op may read %{name}: reorder it, or use launch")
+        c.fail(f"@{i.kernel} must begin with the {kind} of %{name}, and no other op may read %{name}: reorder the ops, or use launch")
     if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
         along = ", ".join(first[MESH_AXES].names)
         c.fail(f"the {kind} of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")

@@ -110,7 +110,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     if dst != (*batch, a[-2], b[-1]):
         c.fail(f"%{i.dst} is {c.types[i.dst]}, not {BufferType(c.types[i.dst].dtype, (*batch, a[-2], b[-1]))}")
     if scattered := next((name for name in (i.a, i.b, i.dst) if not is_matrix(c.types[name])), None):
-        c.fail(f"neither the rows nor the columns of %{scattered} are contiguous: copy it to a contiguous buffer, or from one")
+        c.fail(f"neither the rows nor the columns of %{scattered} are contiguous: copy it to or from a contiguous buffer")
     if i.precision and i.precision != "tf32":
         c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
     if i.precision and c.types[i.a].dtype.name != "f32":
@@ -144,7 +144,7 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
         c.same_dtype(name, i.dst)
         c.same_shape(name, i.dst)
         if c.types[name] != dst:
-            c.fail(f"the memory layouts of %{name} and %{i.dst} differ: copy it to a buffer with the same layout")
+            c.fail(f"the memory layouts of %{name} and %{i.dst} differ: copy %{name} to a buffer with the layout of %{i.dst}")
     for name in i.bias:
         wanted = BufferType(dst.dtype, dst.shape[-1:])
         c.expect_type(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")

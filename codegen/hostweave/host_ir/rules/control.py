@@ -71,7 +71,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
             c.expect_type(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
             c.contiguous(name, what=", but a function needs contiguous buffers")
             if parameter.in_window and (outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None)):
-                c.fail(f"%{outside} is not in a window, but @{i.function} {word} %{parameter.name} in one: use allocate_window")
+                c.fail(f"%{outside} is not in a window, but @{i.function} {word} %{parameter.name} in a window: use allocate_window")
     for name, parameter in zip(i.dsts, function.outputs, strict=True):
         donated = [src for src, p in zip(i.srcs, function.inputs, strict=True) if p.name == parameter.memory]
         if i.srcs.count(name) > donated.count(name) or i.dsts.count(name) > 1:
