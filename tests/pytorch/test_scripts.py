@@ -1,14 +1,20 @@
-"""Scripts as users start them: the examples, and one torchrun process per rank, with gloo on the CPU and NCCL on GPUs."""
+"""Scripts as users start them: the examples, and one process per rank, with gloo on the CPU and NCCL on GPUs.
+
+On the CPU, most processes are forks of one that has imported torch, because an import takes 4 seconds.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import as_rank, free_port
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
@@ -17,6 +23,9 @@ from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 
 HERE = Path(__file__).parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])
+pytestmark = pytest.mark.xdist_group("scripts")  # so that one worker starts the process that is forked
 everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -30,8 +39,37 @@ def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+def run_script(words: list[str], variables: dict[str, str], output: Path) -> None:
+    os.environ.update(variables)
+    sys.argv[:] = words
+    with output.open("w") as sys.stdout, errors_of(output).open("w", buffering=1) as sys.stderr:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def errors_of(output: Path) -> Path:
+    return output.with_suffix(".errors")
+
+
+def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
+    """Lines that a script prints on the CPU, in one process for each of the environments."""
+    files = [folder / f"output_{number}" for number in range(len(variables))]
+    given = ({**own, "CUDA_VISIBLE_DEVICES": ""} for own in variables)
+    processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(given, files, strict=True)]
+    for process in processes:
+        process.start()
+    for process, file in zip(processes, files, strict=True):
+        process.join(500)
+        assert process.exitcode == 0, errors_of(file).read_text()[-3000:]
+    return [line for file in files for line in file.read_text().splitlines()]
+
+
 def by_torchrun(place: str, ranks: int, script: str | Path, *arguments: str | Path) -> list[str]:
     return printed(place, ranks, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / script, *arguments)
+
+
+def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -> list[str]:
+    """Lines that a script prints whose process runs all ranks."""
+    return forked(folder, [{}], script, *arguments) if place == "cpu" else printed(place, ranks, script, *arguments)
 
 
 @everywhere
@@ -42,8 +80,12 @@ def by_torchrun(place: str, ranks: int, script: str | Path, *arguments: str | Pa
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )
-def test_processes_compute_and_train_models(place: str, ranks: int, names: list[str]) -> None:
-    lines = by_torchrun(place, ranks, "model_process.py", *names)
+def test_processes_compute_and_train_models(place: str, ranks: int, names: list[str], tmp_path: Path) -> None:
+    if place == "cpu":
+        port = free_port()
+        lines = forked(tmp_path, [as_rank(rank, ranks, port) for rank in range(ranks)], HERE / "model_process.py", *names)
+    else:
+        lines = by_torchrun(place, ranks, "model_process.py", *names)
     assert [line for line in lines if line.endswith("is right")] == [f"{name} is right" for name in names]
 
 
@@ -62,22 +104,22 @@ def test_processes_train_as_torchtitan_prepares(place: str, tmp_path: Path) -> N
 
 
 @everywhere
-def test_the_llama_of_the_examples(place: str) -> None:
-    (tokens,) = printed(place, 2, EXAMPLES / "torch_llama.py", "--tp", "2", "--tokens", "3")
+def test_the_llama_of_the_examples(place: str, tmp_path: Path) -> None:
+    (tokens,) = alone(place, 2, tmp_path, EXAMPLES / "torch_llama.py", "--tp", "2", "--tokens", "3")
     assert re.fullmatch(r"(\d+ ){3}", tokens)
 
 
 @everywhere
-def test_the_gpt_of_the_examples_learns(place: str) -> None:
-    losses = [float(line.split()[-1]) for line in printed(place, 4, EXAMPLES / "torch_train.py", "--steps", "5")]
+def test_the_gpt_of_the_examples_learns(place: str, tmp_path: Path) -> None:
+    losses = [float(line.split()[-1]) for line in alone(place, 4, tmp_path, EXAMPLES / "torch_train.py", "--steps", "5")]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.2
 
 
 @everywhere
-def test_the_gpt_of_the_examples_learns_the_same_in_processes(place: str) -> None:
+def test_the_gpt_of_the_examples_learns_the_same_in_processes(place: str, tmp_path: Path) -> None:
     script, arguments = EXAMPLES / "torch_train.py", ("--dp", "2", "--tp", "1", "--steps", "3")
-    assert by_torchrun(place, 2, script, *arguments) == printed(place, 2, script, *arguments)
+    assert by_torchrun(place, 2, script, *arguments) == alone(place, 2, tmp_path, script, *arguments)
 
 
 @pytest.mark.parametrize("example", ["torch_llama.py", "torch_train.py"])
