@@ -1,4 +1,4 @@
-// Op graphs for cuDNN's backend, which matches patterns and runs one fused kernel for each.
+// Op graphs for cuDNN's backend, which runs one fused kernel for each graph that has a known pattern.
 #pragma once
 #include <cudnn.h>
 
@@ -69,7 +69,7 @@ struct Ends {
 inline Dims row_major(const Dims& dims) { return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1}; }
 inline Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
 
-// A graph of ops on numbered tensors. Positive numbers belong to the caller.
+// A graph of ops on numbered tensors. Numbers below 16 belong to the caller.
 class Graph {
  public:
   // With `places`, each batch element starts at the given offset instead of a multiple of the stride.

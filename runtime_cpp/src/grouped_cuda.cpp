@@ -54,12 +54,13 @@ bool has_warpgroups() {
   return has;
 }
 
-// Copies of boxes need a positive stride in each dim of more than one element.
+// The tensor memory accelerator needs a positive stride in each dim of more than one element.
 bool has_strides(int64_t matrices, int64_t rows, int64_t stride, int64_t pitch) {
   return smaller(matrices, rows) > 0 && (rows == 1 || pitch > 0) && (matrices == 1 || stride > 0);
 }
 
-// The kernel for a problem that uses instructions of warpgroups, or null. Its copies need aligned arrays that are not empty.
+// The kernel with instructions of warpgroups, or null if it cannot compute the problem. Its copies need aligned arrays that are
+// not empty.
 template <class T>
 WarpgroupKernel<T> warpgroup_kernel(const GroupedProblem& p) {
   const int64_t matrices = p.outer ? 1 : p.groups, rows_of_other = p.transposed ? p.columns : p.outer ? p.rows : p.depth;

@@ -44,7 +44,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """Writes a function with at most one statement on a single line. Returns an empty list if that line would be too long."""
+    """Joins the lines of a function that has at most one statement. Returns an empty list if the joined line would be too long."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
@@ -55,7 +55,8 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# Conditions, kernels and constructors break after their head: pattern of (head, rest), and by how many steps the rest is indented.
+# Patterns of lines that break after their head: conditions, kernels and constructors. Groups of a pattern are the head and the rest. The
+# number is the indentation of the rest, in steps.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -90,7 +91,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # Break inside a call that is the only argument of another: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
+    # If a call has only one argument, and the argument is a call or a list, break inside the argument: `HW_CHECK(cudaMemcpyAsync(` or
+    # `allocate({`.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
@@ -154,7 +156,7 @@ def rendered(path: str, **values: object) -> str:
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    """Renders the C++ of an instruction with the template macro of that name."""
+    """Renders the C++ of an instruction with the template macro that `macro` names."""
     return _macros(file)[macro](**values)
 
 

@@ -17,7 +17,8 @@ from hostweave.torch.nodes import modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views and paddings of sources. To save them, the forward pass would have to copy them."""
+    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. To save a view or padding, the forward pass
+    would have to copy the elements."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
@@ -33,8 +34,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor in place of its views, if these have as many elements. The forward pass would copy the views. Returns False if nothing
-    changes."""
+    """Saves a tensor instead of its views if the views together have at least as many elements. To save views, the forward pass would copy
+    them. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):
@@ -55,8 +56,8 @@ def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """True for a view that only splits the last dim. False for a view that may merge dims, because it needs a copy if they are not
-    contiguous.
+    """True for a view that only splits the last dim. False for a view that may merge dims, because merged dims that are not contiguous need
+    a copy.
 
     Also False for an expansion, such as the bias of a mask. It is saved, because layers may share it.
     """
@@ -67,8 +68,8 @@ def _splits(view: Any) -> bool:
 
 
 def read_rows(made: GraphModule) -> None:
-    """Makes the backward pass read the result of an attention from the rows that the next linear reads. Only the rows are saved then, and
-    the forward pass copies nothing."""
+    """The next linear reads the result of an attention as rows. Makes the backward pass read the same rows. Only the rows are saved then,
+    and the forward pass copies nothing."""
     found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
     for turned in found:
         heads, *dims = turned.args
@@ -108,7 +109,7 @@ def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 def saved_names(saved: list[Node]) -> dict[Node, str]:
     """Names saved values: first those that all layers save, layer by layer, then the others.
 
-    In repeated layers, names end with the layer's number, as arrays of structs require.
+    In repeated layers, names end with the layer's number: the program then groups the arguments of each layer in a struct.
     """
     counts: Counter[str] = Counter()
     names = {}

@@ -26,7 +26,7 @@ RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # how exp is computed: as a random
 
 @cache
 def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
-    """NumPy's dtype for a dtype. Every float is a Real."""
+    """NumPy's dtype for a dtype. Every float becomes f64, the dtype of Real."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 

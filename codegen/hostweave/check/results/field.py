@@ -47,7 +47,7 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# After glibc has freed an array of this size, it keeps freed memory for later arrays: getting new pages takes longer than the arithmetic.
+# After glibc has freed an array of this size, glibc keeps freed memory for later arrays. New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
@@ -62,8 +62,8 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. Many numbers are reduced in place, by a division and a product, which are faster than a
-    remainder."""
+    """Reduces 64-bit numbers modulo the prime. An array of more than `_MANY` numbers is reduced in place, by a division and a product,
+    which are faster than a remainder."""
     if x.size <= _MANY:
         elements: Elements = x % P
         return elements

@@ -85,8 +85,7 @@ def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruct
 
 
 def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
-    """The kernel with a cast of the transposed operand in place of the transpose of the cast. Stores of 8-bit floats then round two
-    elements at once."""
+    """Replaces the transpose of a cast by the cast of a transpose. Stores of 8-bit floats then round two elements at once."""
     *ops, last = kernel.ops
     cast = next(op for op in ops if op.result.name == last.operands[0])
     if cast.kind != "astype":
