@@ -67,7 +67,7 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
     with torch.no_grad():
         made = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan_of(given, ranks), tuple(given))(*fresh(given))
         want = module(*fresh(given))
-        wide = [one.float() if one.dtype == torch.bfloat16 else one for one in given]
+        wide = [one.float() if one.dtype in (torch.bfloat16, torch.float16) else one for one in given]
         exact = want if all(map(operator.is_, wide, given)) else module(*fresh(wide))
     for entry, mine, theirs, wider in zip(batch, made, want, exact, strict=True):
         if entry.name in NOT_COMPARED:

@@ -153,20 +153,20 @@ def test_parametrizations_are_not_run_by_the_compiler() -> None:
 class Quantized(nn.Module):
     """A layer that replaces vectors by the nearest of a codebook. Its names are those of attributes of torch's graph modules."""
 
-    counts: torch.Tensor
+    meta: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.code = nn.Embedding(12, 16)
-        self.register_buffer("counts", torch.zeros(12, dtype=torch.int64))
+        self.graph, self.code = nn.Embedding(12, 16), nn.Parameter(torch.rand(16))
+        self.register_buffer("meta", torch.zeros(12, dtype=torch.int64))
 
     def forward(self, x: Any) -> Any:
         rows = x.reshape(-1, x.shape[-1])
-        index = torch.cdist(rows, self.code.weight).argmin(1)
+        index = torch.cdist(rows, self.graph.weight).argmin(1)
         chosen = F.one_hot(index, 12)
-        self.counts.add_(chosen.sum(0))
-        near = self.code(index).view_as(x)
-        return x + (near - x).detach(), F.mse_loss(near, x.detach()), chosen
+        self.meta.add_(chosen.sum(0))
+        near = self.graph(index).view_as(x)
+        return x * self.code + (near - x).detach(), F.mse_loss(near, x.detach()), chosen
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -174,12 +174,12 @@ def test_a_codebook() -> None:
     torch.manual_seed(0)
     module = Quantized().train()
     want, x = copy.deepcopy(module), torch.randn(2, 3, 16, requires_grad=True)
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"code.weight": "tp, -"}, (x,), training=True)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"graph.weight": "tp, -", "code": "tp"}, (x,), training=True)
     gradients = []
     for call, of in ((model, module), (want, want)):
         made, loss, chosen = call(x)
         (made.square().sum() + loss).backward()
-        gradients.append([made, loss, chosen, x.grad, of.code.weight.grad, of.counts])
+        gradients.append([made, loss, chosen, x.grad, of.graph.weight.grad, of.code.grad, of.meta])
         x.grad = None
     torch.testing.assert_close(*gradients)
 

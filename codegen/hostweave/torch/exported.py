@@ -20,8 +20,9 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
-from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.export.graph_signature import OutputKind
+from torch.fx import Graph, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -78,7 +79,6 @@ def exported(
             warnings.catch_warnings(),
             _without_logs(),
             without_code(),
-            _without_property_of_code(),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
@@ -99,7 +99,9 @@ def exported(
                 _mark_detached(program.graph)
             program.example_inputs = None  # torch would generate guards from them, with wrong names if there are more than ten tensors
             table = dict(before_derivatives() if training else decompositions())
+            _rename(program, lambda name: f"module.{name}")  # no attribute of torch's GraphModule has this name
             program = of_pairs(program.run_decompositions(table), table)
+            _rename(program, lambda name: name.removeprefix("module."))
             write_out(program.graph)
             _name_outputs(program)
             program, names = _without_empty_parts(program), repeats.names_read(reads)
@@ -116,17 +118,15 @@ def without_code() -> AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
-@contextmanager
-def _without_property_of_code() -> Iterator[None]:
-    """Removes the property `code` of torch's graph modules, because it hides a user's submodule, parameter or buffer with this name."""
-    removed = [(of, of.code) for of in (GraphModule, _LazyGraphModule)]
-    try:
-        for of, _ in removed:
-            del of.code
-        yield
-    finally:
-        for of, code in removed:
-            of.code = code  # type: ignore[method-assign]
+def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
+    """Renames the parameters, buffers and constants of a program."""
+    inputs, outputs = program.graph_signature.input_specs, program.graph_signature.output_specs
+    for spec in (*inputs, *(one for one in outputs if one.kind is OutputKind.BUFFER_MUTATION)):
+        spec.target = spec.target and name(spec.target)
+    for tensors in (program.state_dict, program.constants):
+        renamed = {name(key): tensor for key, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
 
 
 def _refuse_seed(*_: Any) -> None:
