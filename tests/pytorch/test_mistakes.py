@@ -114,7 +114,8 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
         r"^test_mistakes.py:\d+: Written: torch.export: a and b must have same reduction dim.*$",
     ),
     "unsupported": (unsupported, r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_mistakes.py:\d+.*"),
-    "mask": (masked, "(?s)ops that are not supported|aten.index by a mask|torch.export"),
+    "gradients": (torch.func.grad(torch.sum), r"forward computes gradients, which is not compiled; .* torch.func.jvp$"),
+    "mask": (masked, r"^test_mistakes.py:\d+: .* by a mask: the number of selected elements is known only at a call; use torch.where"),
 }
 
 

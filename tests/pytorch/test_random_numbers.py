@@ -60,6 +60,17 @@ DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "log_normal_": (lambda x: torch.empty_like(x).log_normal_(0, 0.25), 2.718281828 ** (1 / 32), 0.262, 0, 5),
     "geometric_": (lambda x: torch.empty_like(x).geometric_(0.5), 2, 2**0.5, 1, 25),
     "cauchy_": (lambda x: torch.empty_like(x).cauchy_().atan(), 0, 3.14159265 * 12**-0.5, -1.58, 1.58),
+    "multinomial": (
+        lambda x: torch.multinomial(torch.tensor([0.0, 0.75, 0.0, 0.25]).expand(6144, 4), 1).float() + 0 * x[0, 0],
+        1.5,
+        0.866,
+        1,
+        3,
+    ),
+    "multinomial of several": (
+        lambda x: torch.multinomial(torch.tensor([0.75, 0, 0.25]), 6144, replacement=True).float() + 0 * x[0, 0],
+        *(0.5, 0.866, 0, 2),
+    ),
     "dropout": (lambda x: F.dropout(torch.ones_like(x), 0.25), 1, 3**-0.5, 0, 1.34),
     "dropout of 5 dims": (lambda x: F.dropout(torch.ones_like(x).reshape(8, 2, 4, 8, 12), 0.25), 1, 3**-0.5, 0, 1.34),
 }
@@ -205,6 +216,17 @@ def test_layers_with_dropout_are_a_loop() -> None:
     torch.testing.assert_close((x * x.grad).sum(), y.sum(), rtol=1e-4, atol=1e-4)
 
 
+def test_permutations() -> None:
+    """Each draws another order. Indices that are drawn without replacement differ, and have weights above 0."""
+    x = torch.rand(5, 7).index_fill(1, torch.tensor([2]), 0)
+    model = compiled(lambda x: (x[torch.randperm(5)], torch.randperm(7), torch.multinomial(x, 6)), 1, x)
+    rows, order, drawn = model(x)
+    assert torch.equal(rows.sort(0).values, x.sort(0).values)
+    assert not torch.equal(order, model(x)[1])
+    assert order.sort().values.tolist() == [*range(7)]
+    assert [row.sort().values.tolist() for row in drawn] == [[0, 1, 3, 4, 5, 6]] * 5
+
+
 def test_other_draws_are_refused() -> None:
     with pytest.raises(ProgramError, match=r"integers from 0 to 100000000 have more than 2\^24 values"):
         compiled(lambda x: torch.randint(0, 10**8, (64, 96)) + x)
@@ -212,6 +234,8 @@ def test_other_draws_are_refused() -> None:
         compiled(lambda x: torch.poisson(x + 1))
     with pytest.raises(ProgramError, match="generator"):
         compiled(lambda x: torch.empty_like(x).normal_(generator=torch.Generator()))
+    with pytest.raises(ProgramError, match="generator"):
+        compiled(lambda x: x + torch.randperm(96, generator=torch.Generator()))
     with pytest.raises(ProgramError, match="another generator"):
         compiled(lambda x: torch.empty_like(x).random_(4, generator=torch.Generator()))
     with pytest.raises(ProgramError, match="another generator"):

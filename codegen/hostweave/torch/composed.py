@@ -438,6 +438,22 @@ def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[...
 _uniform = _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low)
 
 
+_exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate)
+
+
+def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
+    """Draws indices: those of the largest weights, each divided by an exponential random number."""
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if apart := replacement or count == 1:
+        weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)
+    ratios = weights / _exponential(weights, generator=generator).clamp(min=torch.finfo(weights.dtype).tiny)
+    return ratios.argmax(-1) if apart else ratios.topk(count).indices
+
+
+def randperm(n: Any, *, dtype: Any = torch.int64, device: Any = None, **_: Any) -> torch.Tensor:
+    return torch.rand(n, device=device).argsort().to(dtype)
+
+
 def rrelu(
     x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
@@ -514,7 +530,9 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),
     aten.normal_functional.default: _filled(torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
     aten.log_normal.default: _filled(torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
-    aten.exponential.default: _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate),
+    aten.exponential.default: _exponential,
+    aten.multinomial.default: multinomial,
+    aten.randperm.default: randperm,
     aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
     aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
 }

@@ -20,7 +20,7 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -33,6 +33,7 @@ from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.nodes import location
+from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.scaled import with_quantized_linears
@@ -65,7 +66,7 @@ def exported(
         if given.layout is not torch.strided:
             why = f"{name} is a tensor of {given.layout}, but only torch.strided is supported"
             raise ProgramError(f"{type(module).__name__}: {why}; pass its to_dense()")
-    repeats = Repeats(module)
+    repeats, fixed = Repeats(module), []
     try:
         with (
             tracing,
@@ -74,11 +75,14 @@ def exported(
             with_quantized_linears(module),
             _of_known_derivatives(module) if training else nullcontext(),
             patch.object(torch, "manual_seed", _refuse_seed),
+            patch.object(torch.autograd, "grad", _without_gradients(torch.autograd.grad)),
+            patch.object(torch.autograd, "backward", _without_gradients(torch.autograd.backward)),
             patch.object(torch.Tensor, "random_", _randomize),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             _without_logs(),
             without_code(),
+            symbolic() as fixed,
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
@@ -110,6 +114,10 @@ def exported(
     except ProgramError:
         raise
     except Exception as error:
+        if fixed and "specialized it to be a constant" in str(error):
+            why = "a dynamic size is fixed by a comparison, by int() or float(), or by a function of Python numbers"
+            remedy = "compute with tensors, such as torch.full((), n), or leave the dim out of dynamic_shapes"
+            raise ProgramError(f"{type(module).__name__}: {why}; {remedy}", fixed[0]) from error
         raise error_of_torch(type(module).__name__, error) from error
 
 
@@ -119,14 +127,28 @@ def without_code() -> AbstractContextManager[None]:
 
 
 def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
-    """Renames the parameters, buffers and constants of a program."""
+    """Renames the parameters, buffers and constants of a program, but not its objects of other classes."""
     inputs, outputs = program.graph_signature.input_specs, program.graph_signature.output_specs
+    kept = {spec.target for spec in inputs if spec.kind is InputKind.CUSTOM_OBJ}
     for spec in (*inputs, *(one for one in outputs if one.kind is OutputKind.BUFFER_MUTATION)):
-        spec.target = spec.target and name(spec.target)
+        spec.target = name(spec.target) if spec.target and spec.target not in kept else spec.target
     for tensors in (program.state_dict, program.constants):
-        renamed = {name(key): tensor for key, tensor in tensors.items()}
+        renamed = {key if key in kept else name(key): tensor for key, tensor in tensors.items()}
         tensors.clear()
         tensors.update(renamed)
+
+
+def _without_gradients(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that raises ProgramError in this thread, because forward computes gradients by it."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return own(*args, **kwargs)
+        why = "forward computes gradients, which is not compiled"
+        raise ProgramError(f"{why}; compute them outside of the module, or use torch.func.jvp", Location.of_caller(_TORCH))
+
+    return call
 
 
 def _refuse_seed(*_: Any) -> None:
@@ -218,8 +240,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """Decomposition rules: those of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
+    scatter = torch.ops.aten.select_scatter.default
     return {
         **kept,
+        scatter: keeps_numbers(kept[scatter]),
         **{op: rule for op, rule in decomposition_table.items() if str(op).split(".")[1:2] in [[name] for name in _NOT_KEPT.split()]},
         **COMPOSED,
     }

@@ -23,6 +23,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
 from hostweave.torch.nodes import ATTENTION, is_complex, is_size, location, modules_of, name_of, name_of_constant, op_of, shape_of
+from hostweave.torch.numbers import as_tensors
 from hostweave.torch.patterns import word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts
 from hostweave.torch.randomness import SEEDS, with_seeds
@@ -82,6 +83,7 @@ class Graph:
     reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
 
     def __post_init__(self) -> None:
+        as_tensors(self.fx)
         taken = dict[str, str]()
         for node, origin in self.origins.items():
             if origin.kind == "argument":
@@ -305,7 +307,7 @@ COMPLEX = "compute with real and imaginary parts"
 _INSTEAD = {
     **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
-    **dict.fromkeys(("multinomial", "randperm", "poisson", "binomial"), _RANDOM),
+    **dict.fromkeys(("poisson", "binomial"), _RANDOM),
     "as_strided": "it reads memory outside of its tensor: use slices, or unfold",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.types.size import Size
@@ -39,6 +40,9 @@ def size_of(size: int | torch.SymInt) -> int | str:
     """Converts a size to Hostweave's form: an int, or a str such as `2*s0`."""
     if isinstance(size, int):
         return size
+    if free_unbacked_symbols(size):
+        why = "a size depends on a tensor, as in an index by a mask: the number of selected elements is known only at a call"
+        raise ProgramError.here(f"{why}; use torch.where(mask, x, 0), or indices by topk or argsort")
     text = str(size.node.expr).replace("**", "^").replace("//", "/")
     text = f"({text})" if " " in text else text
     try:

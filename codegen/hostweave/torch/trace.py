@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 import hostweave as hw
 from hostweave.base.errors import ProgramError, stated_location
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
@@ -28,7 +27,7 @@ from hostweave.torch.graph import Graph, refused
 from hostweave.torch.layers import Layer, alike, repeated_layers
 from hostweave.torch.nodes import ATTENTION, RESHARD, location, modules_of, name_of, op_of, shape_of, size_of
 from hostweave.torch.patterns import consecutive, repeated, rotated, word_of_mask
-from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.tensor import TensorType
 
 NodeValues = dict[Node, Any]
 
@@ -140,17 +139,10 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
         is_number = not adds_dims and not _takes_tensors(user)
         return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
-        size = size_of(value)
-        return size if isinstance(size, int) or _takes_tensors(user) else _number(size, values)
+        return size_of(value)
     if isinstance(value, torch.Tensor):
         raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is not an input", location(user))
     return value
-
-
-def _number(size: str, values: NodeValues) -> hw.Tensor:
-    """A size that is known only when the program runs, as an i64 tensor: the largest index along the dim, plus 1."""
-    of = next(value for value in values.values() if isinstance(value, hw.Tensor))
-    return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
 
 
 def _takes_tensors(node: Node) -> bool:

@@ -11,7 +11,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 TABLE |= {
     **dict.fromkeys(
-        ("full.default", "full_like.default", "scalar_tensor.default", "new_full.default"),
+        ("full.default", "full_like.default", "new_full.default"),
         lambda result, *arguments, **_: full(result, arguments[-1]),
     ),
     **dict.fromkeys(
@@ -25,14 +25,22 @@ TABLE |= {
 }
 
 
+@aten("scalar_tensor.default")
+def _scalar(result: Result, value: Number | str, **_: Any) -> hw.Tensor:
+    if not isinstance(value, str):
+        return full(result, value)
+    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(value),)), beside=result.trace)  # a size is the largest index, plus 1
+    return cast(hw.max(numbers) + 1, result.dtype)
+
+
 @aten("arange.start_step", "arange.start", "arange.default")
 def _arange(result: Result, *arguments: Any, **_: Any) -> Any:
     start, step = (0, 1) if len(arguments) == 1 else (arguments[0], arguments[2] if len(arguments) > 2 else 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        raise refuse(f"aten.arange from {start} in steps of {step}: they must be known at compile time; write ints")
+    if not isinstance(step, int):
+        raise refuse(f"aten.arange in steps of {step}: they must be known at compile time; write an int")
     numbers = record("iota", target=TensorType(hw.i64, (Dim.of(result.shape[0]),)), beside=result.trace)
     numbers = numbers if step == 1 else numbers * step
-    return cast(numbers if start == 0 else numbers + start, result.dtype)
+    return cast(numbers if isinstance(start, int) and start == 0 else numbers + start, result.dtype)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""Numbers that are known only at a call: sizes in arithmetic, and elements of tensors as indices."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+
+WINDOW = 8
+N = {1: torch.export.Dim("n", min=2, max=64)}
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.key = function, nn.Linear(4, 4)
+
+    def forward(self, x: Any, *others: Any) -> Any:
+        return self.function(self.key(x), *others)
+
+
+class Ring(nn.Module):
+    """A cache of the last positions, to which each call writes one position, and then as many as x has."""
+
+    keys: Any
+    places: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(4, 4)
+        self.register_buffer("keys", torch.zeros(2, WINDOW, 4))
+        self.register_buffer("places", torch.zeros(WINDOW, dtype=torch.int64))
+
+    def forward(self, x: Any, at: Any) -> Any:
+        keys = self.key(x)
+        self.keys[:, at % WINDOW] = keys[:, 0]
+        self.places[at.item() % WINDOW] = at
+        self.keys[..., (at + 1) % WINDOW, 1:3] = x[:, 1, :2]
+        several = (at + torch.arange(3)) % WINDOW
+        self.keys[:, several] += keys
+        return self.keys.sum(1), self.keys[:, at % WINDOW], self.places + 0
+
+
+def of_sizes(x: Any) -> Any:
+    n = x.shape[1]
+    logs = x * math.log(n) / math.sqrt(n) + math.log(n, 4) + math.log2(n) - math.exp(-n / 8) + x * n**-0.5
+    logs += torch.log(torch.tensor(n)) + torch.full((), n) + n // 2 * 0.5 + n % 3 + max(n, 2) + math.ceil(n / 2)
+    rows = torch.arange(n - 1, -1, -1) + torch.arange(0, 2 * n, 2) + torch.linspace(-1, 1, n) + torch.linspace(0, n, steps=n)
+    return logs + rows[:, None] + torch.arange(n)[:, None] / n, logs.clamp(max=n / 4), torch.where(logs > n, n, 0)
+
+
+def of_elements(x: Any, at: Any) -> Any:
+    y, number = x.clone(), at.item()
+    y[:, at] += 1
+    y[0, at, 1:3] = x[1, at - 1, :2]
+    y[..., at].mul_(2)
+    y[at - 2, at - 1].sub_(3)
+    y[:, number, torch.tensor([0, 2])] = 7.0
+    y[at - 2, y[at - 2] > 1] = 0
+    read = x[:, at, 1:3], x[torch.tensor(-1), : torch.tensor(3)], x[..., at], x[at[None] * 0, at], x[1][at - 1][-at], x[:, number]
+    return y, read, x * number - number / 2, torch.where(torch.arange(4) < number, x, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_of_sizes(ranks: int) -> None:
+    module = Of(of_sizes)
+    plan = {"key.weight": "tp, -"} if ranks > 1 else {}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, (torch.randn(2, 5, 4),), dynamic_shapes=(N,))
+    with torch.no_grad():
+        for n in (2, 7, 33):
+            x = torch.randn(2, n, 4)
+            torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_elements(ranks: int) -> None:
+    module = Of(of_elements)
+    x = torch.randn(2, 5, 4)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), {"key.weight": "tp, -"} if ranks > 1 else {}, (x, torch.tensor(2)))
+    with torch.no_grad():
+        for at in (2, 3):
+            torch.testing.assert_close(model(x, torch.tensor(at)), module(x, torch.tensor(at)))
+
+
+def test_gradients_through_elements() -> None:
+    module = Of(lambda x, at: (x[:, at] * at.item()).exp().sum() + of_elements(x, at)[0].square().sum())
+    x, found = torch.randn(2, 5, 4, requires_grad=True), []
+    for call in (hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x, torch.tensor(2)), training=True), module):
+        found.append(torch.autograd.grad(call(x, torch.tensor(3)), (x, *module.parameters())))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ring(ranks: int) -> None:
+    torch.manual_seed(0)
+    module = Ring()
+    want, x = copy.deepcopy(module), torch.randn(2, 3, 4)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), {"key.weight": "tp, -"} if ranks > 1 else {}, (x, torch.tensor(0)))
+    with torch.no_grad():
+        for at in (0, 3, 7, 22):
+            torch.testing.assert_close(model(x, torch.tensor(at)), want(x, torch.tensor(at)))
+    torch.testing.assert_close(module.state_dict(), want.state_dict())
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a slice to an element": (lambda x, at: x[:, :at], r"test_numbers.py:\d+: a slice begins or ends at a value of a tensor.*arange\(n\)"),
+    "a number as result": (lambda x, at: (x, at.item()), r"the module returns a number that is known only at a call.*torch.full"),
+    "a comparison": (lambda x, at: x if x.shape[1] == 5 else -x, r"test_numbers.py:\d+: Of: a dynamic size is fixed by a comparison"),
+    "float": (lambda x, at: x * float(x.shape[1]), r"test_numbers.py:\d+: Of: a dynamic size is fixed by .*, by int\(\) or float\(\)"),
+}
+
+
+@pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        hostweave.torch.compile(Of(function), hw.Mesh(tp=1), {}, (torch.randn(2, 5, 4), torch.tensor(2)), dynamic_shapes=(N, (None,)))
