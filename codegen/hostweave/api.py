@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
 
 
 @checked
-@without_garbage_collection()
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
@@ -56,8 +55,9 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if target not in NAMES:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
-    made = compiled(program, target, options)
-    return Program(_searched(made) if options.overlap == "search" else made)
+    with without_garbage_collection():
+        made = compiled(program, target, options)
+        return Program(_searched(made) if options.overlap == "search" else made)
 
 
 def _searched(made: Compiled) -> Compiled:
