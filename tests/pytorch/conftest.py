@@ -13,6 +13,18 @@ _EXPORTED: dict[Any, Any] = {}  # exports of modules that several tests use, wit
 _COMPOSITE: dict[int, Any] = {}  # composite ops, by the number of registered ops
 
 
+class _IsCallable(type):
+    def __getitem__(cls, of: object) -> _IsCallable:
+        return cls
+
+    def __instancecheck__(cls, one: object) -> bool:
+        return callable(one)
+
+
+class _Callable(metaclass=_IsCallable):
+    """Stands for Callable in annotations of torch."""
+
+
 @pytest.fixture
 def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import hostweave.torch
@@ -89,7 +101,8 @@ def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(autouse=True)
 def composite_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collects torch's composite ops again only if ops were registered. torch.export collects them for each graph, in 0.06 s."""
+    """Halves the time of torch.export for a small graph. For each graph, torch.export collects all composite ops, and registers thousands
+    of functions for them. The ops are collected again only if ops were registered, and annotations of the functions are not evaluated."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -104,3 +117,4 @@ def composite_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return _COMPOSITE[key]
 
     monkeypatch.setattr(exported_program, "_collect_all_valid_cia_ops", collected)
+    monkeypatch.setattr(torch._ops, "Callable", _Callable)

@@ -53,10 +53,11 @@ def errors_of(output: Path) -> Path:
 def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
     """Lines that a script prints on the CPU, in one process for each of the environments."""
     files = [folder / f"output_{number}" for number in range(len(variables))]
-    given = ({**own, "CUDA_VISIBLE_DEVICES": ""} for own in variables)
-    processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(given, files, strict=True)]
-    for process in processes:
-        process.start()
+    processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the process that is forked, because its imports may look for GPUs
+        for process in processes:
+            process.start()
     for process, file in zip(processes, files, strict=True):
         process.join(500)
         assert process.exitcode == 0, errors_of(file).read_text()[-3000:]
