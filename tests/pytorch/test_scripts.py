@@ -55,7 +55,7 @@ def forked(folder: Path, variables: list[dict[str, str]], script: Path, *argumen
     files = [folder / f"output_{number}" for number in range(len(variables))]
     processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the process that is forked, because its imports may look for GPUs
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # imports of the forked process may look for GPUs
         for process in processes:
             process.start()
     for process, file in zip(processes, files, strict=True):
