@@ -223,3 +223,18 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
             optimizers[1].zero_grad()
         for (name, one), other in zip(module.state_dict().items(), want.state_dict().values(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=lambda why, at=name: f"{at}: {why}")
+
+
+class Pooled(nn.Module):
+    """Constants of its line have the name of its argument, x."""
+
+    def forward(self, x: Any) -> Any:
+        x = F.adaptive_avg_pool1d(x.exp(), 3)
+        return x
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_constants_that_are_named_as_an_argument_have_no_gradients() -> None:
+    module, x = Pooled(), torch.randn(2, 3, 8, requires_grad=True)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=True)
+    torch.testing.assert_close(*(torch.autograd.grad(call(x).square().sum(), x) for call in (model, module)))

@@ -350,7 +350,7 @@ def _origin_of(outer: Graph, node: Node) -> Origin:
 
 def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bool]) -> torch.Tensor:
     value = node.meta.get("val", origin.value)
-    wanted = origin.value.requires_grad if origin.kind == "parameter" else needs_gradient.get(origin.name, False)
+    wanted = origin.value.requires_grad if origin.kind == "parameter" else node in outer.arguments and needs_gradient[node.name]
     made: torch.Tensor = torch.empty_like(value, requires_grad=wanted)
     return made
 
