@@ -128,7 +128,7 @@ def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> N
 def test_a_step_wants_one_loss() -> None:
     module = Layer()
     with pytest.raises(
-        ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return one"
+        ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return only the loss"
     ):
         hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
 
