@@ -23,6 +23,8 @@ PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 # Inline functions of the standard headers use these templates. g++ instantiates them in each file, unless the precompiled header has them
 # because a constant needs them.
 INSTANTIATED = """\
+#ifndef INSTANTIATED  // a test that runs pytest includes two such headers
+#define INSTANTIATED
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +49,7 @@ constexpr bool list_is_instantiated() {
 static_assert(text_is_instantiated<char>() && text_is_instantiated<wchar_t>() && text_is_instantiated<char8_t>());
 static_assert(text_is_instantiated<char16_t>() && text_is_instantiated<char32_t>());
 static_assert(string_is_instantiated() && list_is_instantiated());
+#endif
 #endif
 """
 STANDARD = {
