@@ -1,4 +1,4 @@
-"""Removes conditions that the ranges of indices and coordinates decide, and simplifies the other conditions.
+"""Removes conditions whose value follows from the ranges of indices and coordinates. Simplifies the other conditions.
 
     for %i in 0..6 {                                          for %i in 0..6 {
       if %i / 2 != 0 {                                          if %i >= 2 {
@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also removes loops of one iteration, and merges consecutive bodies with the same condition or on the same stream. With one rank, branches
-for the chunks of other ranks vanish, and so does the memory for these chunks.
+Also removes loops of one iteration, and merges consecutive bodies with the same condition or on the same stream. With one rank, the pass
+removes the branches for chunks of other ranks, and the memory of these chunks.
 """
 
 from dataclasses import replace

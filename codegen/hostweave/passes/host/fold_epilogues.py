@@ -13,8 +13,8 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, an added tensor with the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The
 epilogue operates on unrounded sums, so the result is rounded only once. The matmul moves to the position of the kernel.
 
-Folds only if this saves a pass over memory: either the whole kernel is folded, or its ops up to a value that the kernel must write to
-memory. In a sum of several matmuls, each matmul accumulates onto the previous one.
+Folds ops only if this saves a pass over memory. Either the whole kernel is folded, or all ops up to a value that the kernel must write to
+memory. In a sum of several matmuls, each matmul accumulates onto the result of the previous one.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors that an f32 can represent
-HIDES_TANH = 2  # largest size of a dtype, in bytes, whose rounding hides the error of cuBLASLt's gelu, about 5e-6
+HIDES_TANH = 2  # largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt's gelu (about 5e-6)
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -71,7 +71,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
-        """The matmul that writes a buffer which only `reader` reads, if it can move to `reader`. None if there is none."""
+        """The matmul that writes a buffer, if only `reader` reads the buffer and the matmul can move to `reader`. None otherwise."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -116,7 +116,7 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel only adds matmuls and at most one other tensor. If all of them are folded, no kernel remains."""
+        """True if a kernel only adds matmuls and at most one other tensor. If all matmuls are folded, no kernel remains."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 

@@ -10,8 +10,9 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
 writes %h.
 
-Also fuses kernels that read the same elements, if the later one can move to the earlier one. Fusion operates on launches, after lowering,
-so it also applies inside chunk loops and next to communication. Each kernel records the reason why it is not fused further.
+Also merges kernels that read the same elements, if the later launch can move to the position of the earlier one. The pass runs on launches,
+after lowering. It therefore also fuses kernels inside chunk loops and next to communication. Each kernel records the reason why it is not
+fused further.
 """
 
 from bisect import bisect_left
@@ -30,14 +31,14 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-CHEAP = 10  # in additions: work that takes about as long as reading an element
-SHORT = 1 << 14  # elements; one thread block reduces and computes this number faster than a second kernel starts
+CHEAP = 10  # in additions; computing this many takes about as long as reading an element
+SHORT = 1 << 14  # elements; one thread block processes a row of this length in less time than a second launch costs
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Fuses kernels until none can absorb the kernel that computes its operand."""
     links = Links(_unshared(program))
-    # kernels that their consumers can recompute are fused first
+    # kernels whose results the consumers can recompute are fused first
     while links.fuse(links.is_free) or links.fuse() or links.join():
         pass
     return finished(links)
@@ -79,10 +80,10 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a moved definition -> number of the launch before which it moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses launches that fulfil `fits` into all consumers of their results, beginning with the last launch. Returns False if none was
-        fused.
+        """Fuses each launch that fulfils `fits` into all consumers of its results. Starts with the last launch. Returns False if it fused
+        none.
 
-        A kernel that has absorbed another one is tried again before other kernels join it, because it may now fit into its consumers.
+        A consumer that has absorbed a kernel is tried next, because the fused kernel may now fit into its own consumers.
         """
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
@@ -104,8 +105,8 @@ class Links:
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges one launch into an earlier one that reads the same elements. Returns the places that access its memory. Empty if no two
-        launches fit."""
+        """Merges one launch into an earlier one that reads the same elements. Returns the places that access the memory of the
+        merged launch. The result is empty if no two launches fit."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -179,7 +180,7 @@ class Links:
         return [self.instruction(place) for place in self._accesses(roots) if first.number < place.number < last.number]
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
-        """Views from `start` to `name`. None if one of them does not show all elements."""
+        """Views from `start` to `name`. None if one of the views omits elements of its source."""
         steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
@@ -192,8 +193,8 @@ class Links:
     # --- reasons why kernels are not fused ---
 
     def union(self, producer: Place) -> list[_FusedLaunch] | str:
-        """The launches of the consumers with a producer fused into them. Otherwise the reason why it is not fused, which is "" if no kernel
-        uses its results."""
+        """The launches of the consumers after the producer is fused into them, or the reason why the producer is not fused. The reason is
+        "" if no instruction reads its results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -224,7 +225,9 @@ class Links:
         return found
 
     def merged(self, producer: Place, consumer: Place, kept: list[str]) -> _FusedLaunch | str:
-        """The consumer's launch with the producer fused into it, or the reason why it would be slow. Computed once for two launches."""
+        """The consumer's launch with the producer fused into it, or the reason why the fused kernel would be slow.
+
+        Caches the result."""
         given = self.launches[producer], self.launches[consumer], tuple(kept)
         if given not in self._tried:
             merged = fused_launch(self, producer, consumer, kept)
@@ -232,7 +235,7 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if both are launches, and write adjacent slices of one buffer."""
+        """True if `other` is also a launch, and the two launches write adjacent slices of each common buffer."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -258,7 +261,8 @@ class Links:
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or why the fused kernel cannot write the kept results. "" if it can."""
+        """Reason why the producer cannot move to the consumer, or why the fused kernel cannot write the kept results. "" if
+        both are possible."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -277,7 +281,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """True if another stream may write the buffers after an instruction has read them."""
+        """True if an instruction may write the buffers after `place` has read them. Includes the next iteration of a loop around `place`."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)
@@ -300,8 +304,11 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result in several kernels reads no more bytes: it is a cast to a dtype that is not narrower, a cheap formula
-    without inputs, or a cheap formula of fewer bytes than the result."""
+    """True if a consumer that recomputes the result reads no more bytes than a consumer that reads the result.
+
+    The kernel is then a cast to a dtype of the same or a greater width, or a cheap formula. The formula either has no inputs, or its
+    full-size inputs have fewer bytes per element than its result.
+    """
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP
@@ -374,8 +381,8 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses two launches at the position of the consumer, with the names of the consumer. The fused launch still writes the `kept` results
-    of the producer."""
+    """Fuses two launches. The fused launch has the position of the consumer, and its kernel has the names of the consumer's kernel. It also
+    writes the `kept` results of the producer."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> its name in the consumer
@@ -409,8 +416,8 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops of a kernel. They arise if several operands absorbed the same op."""
-    # Equal vectors are different values if one is along rows and the other along columns.
+    """Removes repeated ops of a kernel. An op is repeated if several operands' kernels absorbed a copy of it."""
+    # A vector that is broadcast along rows differs from the same vector broadcast along columns.
     indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
@@ -432,7 +439,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """Converts the views on the way to a buffer to ops. The result of the last op has the name `name`."""
+    """Converts the views on the path from `source` to `name` into ops. The result of the last op is called `name`."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
@@ -447,7 +454,7 @@ def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """Gives each launch a separate kernel, with the location of the launch and the names of its buffers."""
+    """Gives each launch its own kernel. A copied kernel has the location of its launch, and the names of the launch's buffers."""
     links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}

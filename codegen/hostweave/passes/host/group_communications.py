@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between them moves before the group. Instructions that only unpack received data move after it. On one stream, this move costs
-nothing. The communications keep their order.
+Computation between the communications moves before the group. Instructions that only unpack received data move after the group. On one
+stream, these moves cost nothing. The communications keep their order.
 """
 
 from dataclasses import replace

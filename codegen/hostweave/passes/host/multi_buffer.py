@@ -39,8 +39,8 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of one chunk of an allocation, if each iteration uses only this chunk and at least two stream blocks use it. Empty if slots
-    would save nothing."""
+    """Views of the chunks of an allocation, each with its stream. Each iteration must use only one chunk, and at least two stream blocks
+    must use the allocation. Empty otherwise, or if there are no more chunks than streams."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}

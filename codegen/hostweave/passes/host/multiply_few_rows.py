@@ -12,9 +12,9 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-With few rows, reading the weights determines the time, and the fused kernel does all matmuls in one pass. With more rows, the matmuls run
-concurrently: one of them uses multiprocessors that the last wave of another leaves idle. Memory is already planned, so deallocates between
-the matmuls and the kernel move after the kernel.
+With few rows, the time is the time to read the weights. The fused kernel does all matmuls in one pass. With more rows, the matmuls run
+concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. Memory is already planned. Deallocates
+between the matmuls and the kernel therefore move after the kernel.
 """
 
 from collections.abc import Iterator

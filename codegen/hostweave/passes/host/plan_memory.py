@@ -1,4 +1,4 @@
-"""Lets buffers with disjoint live ranges share memory, as far as streams are ordered.
+"""Lets buffers share memory if their live ranges are disjoint in the order of all streams.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h
@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before the definition of its first view. If there is a later allocation, the buffer is
-deallocated where the caller's stream is first ordered after all uses of the buffer. The order of these lines is the plan: a buffer may
-reuse bytes that are deallocated above it. Offsets are computed when sizes are known.
+A buffer is allocated before its first use, or before the definition of its first view. It is deallocated as soon as the caller's stream is
+ordered after all its uses. A buffer is not deallocated if no allocation follows. The order of allocates and deallocates is the plan: a
+buffer may reuse bytes that are deallocated above its allocate. Offsets are computed when sizes are known.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ CALLER: StreamIds = ()
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
-# an access: index of a child, and the streams on which it accesses the buffer; CALLER is the caller's stream
+# an access: index of a child, and the streams on which the child accesses the buffer; CALLER is the caller's stream
 _Touch = tuple[int, StreamIds]
 
 
@@ -128,7 +128,7 @@ class Planner:
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
-        """Accesses of every buffer. Streams that the child itself forks and joins do not count."""
+        """Accesses of every buffer. A stream that the child itself forks and joins counts as the caller's stream."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
@@ -178,8 +178,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order from waits at the start of a stream block, and from a record at its end. Other records do not cover the whole
-        block."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Other records are ignored,
+        because they do not follow the whole block."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")

@@ -10,7 +10,7 @@
     }
     matmul %xg, %w -> %y_i
 
-If the body computes the source of the copy, it computes it directly into the destination:
+If the loop body computes the source of the copy, the computation writes directly to the destination:
 
     matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
     if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
@@ -19,15 +19,16 @@ If the body computes the source of the copy, it computes it directly into the de
       group { ... }                                }
     }
 
-If the copy is read after the loop, as a part of the gathered value, it moves to the end of the body, where nothing waits for it:
+The destination may be read after the loop, as a part of the gathered value. The copy then moves to the end of the body, where no
+instruction waits for it:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-If a branch has several copies, the last one is tried first. This pass must follow the passes that need one alias root per name. A copy is
-kept if the layouts differ, or if another instruction reads it.
+If a branch has several copies, the pass tries the last one first. This pass must run after the passes that need one alias root per name. A
+copy is kept if the layouts differ, or if an instruction must still read the destination.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers of the copy read its source. Empty if anything else in the loop reads the copy.
+        """Edits that make later readers of the destination read the source. Empty if another instruction in the loop reads the destination.
 
-        If something reads the copy after the loop, the copy moves to the end of the body.
+        If an instruction after the loop reads the destination, the copy moves to the end of the body.
         """
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
@@ -131,7 +132,7 @@ class _Copy:
         inside = ((p, name) for p, name in reads if not self._follows_loop(p))
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
-        # Another chunk of that memory is written only while this one is sent, so they do not overlap.
+        # Another chunk of that memory is written only while this chunk is sent, so the two chunks do not overlap.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):

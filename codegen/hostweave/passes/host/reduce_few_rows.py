@@ -1,4 +1,4 @@
-"""Adds one kernel that reduces few rows to few numbers. For many rows two kernels are needed, which costs an additional launch.
+"""Adds one kernel that does a whole reduction if there are few rows. Many rows still need two kernels, and thus two launches.
 
     launch @multiply_sum_rows %x -> %rows               if M < 16 {
     launch @sum_y %rows -> %y                             launch @multiply_sum_rows_of_few_rows %x -> %y
@@ -7,7 +7,8 @@
                                                           launch @sum_y %rows -> %y
                                                         }
 
-If the options state the size, the choice is made at compile time. If the size is an int, `split_reductions` has already made it.
+The kernel is not added if the options state the sizes and there are many rows. If the sizes are ints, `split_reductions` has already
+chosen one kernel or two.
 """
 
 from dataclasses import replace
@@ -35,7 +36,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # one of three consecutive reductions, which already is in a pair
+        if {first.number, last.number} & edits.keys():  # the middle one of three reductions already is in a pair
             continue
         launch, kernel, elements = found
         if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
@@ -62,7 +63,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the number of elements. None if no kernel can, or if the number is an int."""
+    """A launch and kernel that reduce all dims at once, and the number of elements. None if this is impossible, or if the number is an int."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

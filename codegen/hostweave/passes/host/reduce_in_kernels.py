@@ -7,8 +7,9 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks send each other their terms, which takes less time than the start of a collective. A kernel waits for other ranks
-while it occupies the device, so no communication may overlap with it. Programs that communicate on separate streams keep their collectives.
+The kernel of each rank sends its term to the kernels of the other ranks. This takes less time than launching a collective. The kernel
+occupies the device while it waits for other ranks, so no other communication may overlap with it. Programs that communicate on separate
+streams keep their collectives.
 """
 
 from dataclasses import replace
@@ -42,7 +43,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _block(i: ir.FromTo) -> str:
-    """The buffer of one block."""
+    """The operand or the result, whichever contains a single block."""
     return i.dst if i.blocks == "src" else i.src
 
 
@@ -123,7 +124,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def is_over(self, launch: ir.Launch) -> bool:
-        """True if a result shares memory with the term. Other threads may still be sending a part of the term."""
+        """True if a result shares memory with the term. This is unsafe, because other threads may still send parts of the term."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
@@ -137,7 +138,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Gives the all_reduce a separate input, if other ops read the same input."""
+    """Gives the collective a separate input, if other ops also read its input."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

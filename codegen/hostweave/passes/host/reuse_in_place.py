@@ -9,9 +9,11 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 If the source and destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
-writes to the destination. An instruction may write in place if each element depends only on elements at the same index. `may_overwrite`
-decides this for each operand of a kernel. It is true for the buffer onto which a matmul accumulates. A result that must be in the memory of
-a donated input is computed there, if all reads of the input are before. Otherwise it is copied there at the end.
+writes to the destination. An instruction may write in place if each element of the result depends only on operand elements at the same
+index. `may_overwrite` decides this for each operand. It is True for the buffer onto which a matmul accumulates.
+
+Some results must be in the memory of a donated input. Such a result is computed in that memory if all reads of the input precede the
+computation. Otherwise the result is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -52,7 +54,7 @@ class _Sharing:
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """Operands that an instruction could overwrite, each with the result that would do so."""
+        """Pairs of an operand and a result of an instruction. Writing the result could overwrite the operand."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
@@ -70,7 +72,7 @@ class _Sharing:
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the result into the operand's memory, if the operand's last use is the result's first."""
+        """Places the result in the operand's memory, if `place` is the operand's last use and the result's first use."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
         if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
@@ -87,7 +89,7 @@ class _Sharing:
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand into the result's memory, if nothing accesses that memory before."""
+        """Places the operand in the result's memory, if no instruction before `place` accesses that memory."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
@@ -105,7 +107,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """The result must be in the memory of a donated input. Puts the operand there too, if all reads of the input are before the
+        """Places the operand in the memory of a donated input, if the result must be there. All reads of the input must precede the
         computation of the operand."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
@@ -162,7 +164,8 @@ class _Sharing:
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if all uses of a buffer are in the same `on` body. The allocation becomes a view, whose scope ends with the body."""
+        """True if all uses of a buffer are in the `on` body around `place`. The allocation becomes a view, and its scope ends with that
+        body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 

@@ -1,4 +1,4 @@
-"""Orders communications on different channels. They run one after another on each rank, in the same order on all ranks.
+"""Serialises communications on different channels. On each rank they run one after another, in an order that is the same on all ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
@@ -21,7 +21,7 @@ becomes
       }
     }
 
-A wait refers to the latest record of its event. So one event suffices to pass the turn from stream to stream, in the order of issue.
+A wait refers to the latest record of its event. One event therefore suffices to order communications across streams, in issue order.
 Communications that streams and events already order are not changed.
 """
 
@@ -64,8 +64,9 @@ class _Turns:
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns to instructions outside of stream blocks. A stream block has one turn, and so has a communication on the caller's
-        stream."""
+        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record.
+
+        Each stream block with such communications is given one turn. So is each communication on the caller's stream."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):

@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-In-place reuse needs this, because it works within one body.
+`reuse_in_place` needs this pass, because it considers the uses of a buffer within one `on` body.
 """
 
 from dataclasses import replace

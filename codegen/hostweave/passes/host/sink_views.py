@@ -1,4 +1,4 @@
-"""Moves each view to its first use. If one stream block or branch has all its uses, the view moves into it.
+"""Moves each view to its first use. If all uses are in one stream block or branch, the view moves into that body.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
@@ -24,7 +24,7 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _shared(body: tree.Body) -> tree.Body:
     """Replaces equal views of several instructions, or of all iterations of a loop, by one view before them.
 
-    At least one use must be unconditional, because a condition may keep an index in range.
+    At least one of the equal views must run unconditionally, because a condition around a view may keep its index in range.
     """
     # view without its name -> the names of all such views, each with the position of the instruction that uses it
     made: dict[tree.Instruction, dict[str, int]] = {}
@@ -103,7 +103,8 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if that body may run more than once, or has axes of another mesh."""
+    """Moves a view into the body of its only user. None if the body may run more than once, if several bodies use the
+    view, or if the view depends on the rank and the body is for another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

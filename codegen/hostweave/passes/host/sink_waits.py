@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-A wait for an event already is directly before the first use of the data. So this pass moves only joins.
+Each wait for an event already stands directly before the first use of the data. This pass therefore moves only joins.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
     # joins that are being moved down, each with the work that it waits for
     waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
-    place = 0  # their current position
+    place = 0  # position in `result` at which the waiting joins will be inserted
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
@@ -53,5 +53,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if an instruction involves other streams. Joins may pass each other."""
+    """True if a join must stay before an instruction because the instruction uses or orders streams. A join may move past a join."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

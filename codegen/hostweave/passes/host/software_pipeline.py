@@ -1,4 +1,4 @@
-"""Software pipelining: issues the first communication of an iteration before the later ones of the previous iteration.
+"""Software pipelining: issues the first communication of an iteration before the later communications of the previous iteration.
 
     for %i in 0..4 {                                  for %j in 0..5 {
       stream ring[%i] {                                 if %j < 4 {
@@ -101,8 +101,8 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """Splits after the first communications, if computation follows before the next one. None if there is no such position, or if the
-        split would reorder a channel."""
+        """Splits after the first communications, if computation follows before the next one. None if there is no such position, if
+        the body allocates or frees memory, or if the split would reorder a channel."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
@@ -135,5 +135,5 @@ def _only_names(i: tree.Instruction) -> bool:
 
 
 def _posted(body: tree.Body) -> set[tuple[str, str]]:
-    """Kinds of communication that match in posting order, each with its channel: sends, recvs and collectives."""
+    """Pairs of a channel and a kind of communication: send, recv or collective. Communications of a pair match in posting order."""
     return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

@@ -5,8 +5,8 @@
     matmul %x, %w -> %y     becomes   matmul %x, %w_rest -> %y_rest
                                       matmul %x, %w_main -> %y_main
 
-with `%y: bf16[M, 50257]`. The remaining terms of a sum are multiplied first, and the aligned matmul accumulates onto them. `widen_rows` has
-aligned the rows, so nothing is copied.
+with `%y: bf16[M, 50257]`. If the terms of the sums are split, the matmul of the remaining terms runs first. The aligned matmul accumulates
+onto its result. `widen_rows` has already aligned the rows, so no matrix is copied.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from hostweave.types.tensor import BufferType
 
 
 def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Splits the matmuls that are faster in parts."""
+    """Splits each matmul that is faster after the split."""
     types, taken = def_use(program).types, names_in(program)
 
     def split(i: tree.Instruction) -> tree.Body | None:
@@ -36,7 +36,7 @@ def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 
 def _parts(matmul: ir.Matmul, found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
-    """Splits off the remaining indices of one dim after another."""
+    """Splits off the remaining indices of each unaligned dim, one dim at a time."""
     for dim in found.dims:
         end = found.sizes[dim] - found.sizes[dim] % found.step
         rest = replace(matmul, bias=(), activation="") if dim == "k" else matmul

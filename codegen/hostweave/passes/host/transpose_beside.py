@@ -1,4 +1,4 @@
-"""Lets a kernel also write the transposed copy of its result, by tiles, so that the result is not read again.
+"""Lets a kernel write the transpose of its result as well, tile by tile. No copy then reads the result again.
 
     launch @astype_q %x -> %q
     matmul %q, %w -> %y                             %q_by_rows = allocate f8e4m3[K, M]
@@ -8,7 +8,7 @@
     matmul %q_by_rows, %v -> %z
 
 with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both layouts. A
-kernel with a reduction is not changed, because it has no tiles.
+kernel with a reduction is not changed, because its thread blocks do not process tiles.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ def _may_move(uses: DefUse, copy: Place, first: Place, result: str) -> bool:
 
 
 def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruction], options: Options) -> ir.HostProgram | None:
-    """The program whose first launch also writes the copy. None if the kernel's blocks would not transpose tiles."""
+    """The program in which the launch at `first` also writes the copy. None if the thread blocks would not transpose tiles."""
     (dst,), program, location = tree.names(copy.instruction, "write"), uses.program, copy.instruction.location
     (result,) = tree.names(path[0], "alias")
     types = {**uses.types, tree.names(path[0], "view")[0]: uses.types[dst]}

@@ -1,12 +1,12 @@
-"""Gives the matrices of a matmul rows that begin at multiples of 16 bytes, if the matmul is much faster then.
+"""Pads the matrices of a matmul so that each row begins at a multiple of 16 bytes, if the padding makes the matmul much faster.
 
     %y = allocate bf16[M, 50257]              %y_wide = allocate bf16[M, 50264]
     matmul %x, %w -> %y                       %y = slice %y_wide[1: 50257 from 0]
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
-The elements after a row are never read or written. Inputs and outputs have no such elements, so kernels copy these: an input before the
-matmul, and an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
+The padding after a row is never read or written. Inputs and outputs have no padding. A kernel therefore copies an input before the matmul,
+or an output after it. `split_unaligned` later splits off the 50257th column, so that the number of columns is aligned too.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class _Rows:
         self.edits: dict[int, tree.Body] = {}
 
     def align(self, place: Place, matmul: ir.Matmul, found: Unaligned, machine: Machine) -> None:
-        """Widens the rows of all matrices of a matmul that are not aligned, or of none."""
+        """Pads the rows of all unaligned matrices of a matmul, or of none of them."""
         types, roots = self.uses.types, dict.fromkeys(self.uses.root(getattr(matmul, field)) for field in found.pitched)
         widened = {root: new for root in roots if (new := self.widened(root))}
         for own in widened.values():
@@ -63,8 +63,8 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views if the rows of the buffer are apart. Empty if the memory belongs to the caller or is in a window,
-        or if an instruction that accesses it needs contiguous rows."""
+        """Types of a buffer and its views after the rows are padded. Empty if the memory belongs to the caller or is in a window, or
+        if an instruction that accesses it needs contiguous rows."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
