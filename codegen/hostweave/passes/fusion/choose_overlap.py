@@ -1,4 +1,4 @@
-"""Forms chunk loops: chooses the ops that share a loop, the chunking, and the schedules of its reshards.
+"""Forms chunk loops. For each loop, chooses its ops, its chunking, and the schedules of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -35,7 +35,7 @@ from hostweave.types.size import Size
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
     """Moves the ops of each chunk loop into a region. Adjacent ops with the same iterations share a loop.
 
-    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible ones.
+    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible choices.
     """
     choice = _Choice(fusion, options)
     for op in fusion.ops:
@@ -47,7 +47,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, the dim of its result that is chunked, and its reshard step if it is a reshard."""
+    """An op of a loop, with the chunked dim of its result. If the op is a reshard, also its reshard step."""
 
     op: Op
     dim: int
@@ -108,7 +108,7 @@ class _Choice:
         """The streamed op, the communications of its operands, and the op that computes the operand of the first communication.
 
         In a loop by shard, the search stops at a gather over the chunked dim, because each iteration reads the shard of one rank. In a loop
-        across shards, all members must have equally many shards. Values that are sharded differently are communicated before the loop.
+        across shards, all members must have the same number of shards. Values with another number of shards are communicated before it.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -180,7 +180,7 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if the value is returned, or if an op after the member reads it outside of loops."""
+        """True if `op` is None, because the value is returned, or if `op` follows the member and is not streamed."""
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
@@ -200,8 +200,10 @@ class _Choice:
     # --- loops with communication ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
-        """The chunking of the loop, and the schedule of each reshard. Follows the user's choice if that is possible. Empty if the loop has
-        no communication."""
+        """The chunking of the loop, and the schedule of each reshard. Both are empty if the loop has no communication.
+
+        Raises ProgramError if no schedules fit, or if the user's choice does not fit.
+        """
         possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
             fitting = {name: [way for way in ways if way.chunking == step] for name, (_, ways) in possible.items()}
@@ -215,7 +217,7 @@ class _Choice:
         return "", {}
 
     def schedules(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Schedule]:
-        """Schedules that support a reshard in the loop. Empty if the reshard moves blocks of the chunked dim between ranks.
+        """Schedules that support a reshard in the loop. Empty if the reshard exchanges blocks of the chunked dim.
 
         Schedules by shard require a reshard of the chunked dim, and a number of chunks that is a multiple of the number of ranks.
         """
@@ -269,8 +271,8 @@ class _Choice:
     # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication. They are those of the loop that computes an operand, so that both loops
-        fuse. If no loop computes an operand, the loop is across shards and has no rotation."""
+        """Chunking and rotation of a loop without communication. They are those of a loop that computes an operand, so that the two loops
+        fuse. Otherwise the rotation is None, and the chunking is the user's choice or "across_shards"."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -294,7 +296,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim that the loop or its reshard splits, and that does not divide evenly. "" if there is none.
+        """Describes a dim that the loop or its reshard splits unevenly. "" if there is no such dim.
 
         A symbolic size is checked later, when it is known.
         """
@@ -337,7 +339,7 @@ class _Loops:
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
         %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-    becomes %v, a view, which costs nothing, followed by a loop of %h and %y. Views alone do not form a loop.
+    becomes the view %v, followed by one loop of %h and %y. Moving a view costs nothing. Views alone do not form a loop.
     """
 
     def __init__(self, flow: Dataflow, rotations: Mapping[str, str | None]):
@@ -384,7 +386,7 @@ class _Loops:
                 continue
             produced = flow.values[operand].walked
             if flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-                return False  # it reads beyond the chunk of its iteration
+                return False  # the op reads beyond the chunk of its iteration
             is_communicated = loop.communication is not None and loop.communication.result.name == operand
             if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
                 return False  # the shard is complete only after the last iteration
@@ -398,7 +400,7 @@ class _Loops:
         return (step_of(op).axes, op.result.walked.algorithm) == (step_of(first).axes, first.result.walked.algorithm)
 
     def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if the op's chunks have the same rows as the loop's chunks, or if all chunks have equal size."""
+        """True if the chunks of the op have the same rows as the chunks of the loop, or if all chunks have equal size."""
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
         return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))

@@ -1,4 +1,4 @@
-"""Decomposes every reshard into single collectives and local slices. Merges equal ones, and removes those without effect.
+"""Decomposes every reshard into single collectives and local slices. Merges equal steps, and removes reshards without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -28,8 +28,8 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Replaces every reshard by reshard steps, whose attributes describe them completely. Chooses the sequence that moves the fewest
-    bytes."""
+    """Replaces every reshard by the sequence of reshard steps that moves the fewest bytes. The attributes of a step describe it
+    completely."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, body=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
@@ -55,7 +55,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # A move to another mesh reads shards from the ranks that hold them. So local slices before the move are not needed.
+        # A move to another mesh reads each block from a rank that stores it. Local slices before the move are not needed.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
@@ -96,7 +96,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
-        """Reshards to or from zigzag. The pieces are reordered where each rank holds all of them."""
+        """Reshards to or from zigzag. The pieces of a dim are reordered while each rank stores all of them."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, but the reshard from {given} to {wanted} reorders the pieces of a dim"
@@ -165,8 +165,8 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. The producer of the operand gets the name and the stream of the reshard. If the producer cannot
-        have them, a copy gets them.
+        """Removes a reshard without effect. If possible, the producer of the operand is given the name and the stream of the reshard.
+        Otherwise `use` replaces the result of the reshard.
 
         If the producer has other uses, it is renamed only for a returned value. The other uses then read the value by its new name.
         """

@@ -1,4 +1,4 @@
-"""Removes mesh axes of size 1, which split nothing. Afterwards equal process groups compare equal, and reshards along such axes vanish."""
+"""Removes mesh axes of size 1, which split nothing. Equal process groups then compare equal, and reshards along these axes are removed."""
 
 from dataclasses import replace
 

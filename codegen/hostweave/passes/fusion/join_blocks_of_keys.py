@@ -33,7 +33,7 @@ from hostweave.types.zigzag import Zigzag
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
     """Rewrites attention so that keys need not be gathered. Does nothing for sharded queries, a window, packed sequences, lengths with a
-    causal mask, and keys in zigzag."""
+    causal mask, or keys in zigzag."""
     return _Joining(fusion).rewritten()
 
 

@@ -11,7 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-In the second matmul, a rank reads only rows of its experts, which it computed in the first one. So only the final sum needs communication.
+In the second matmul, a rank reads only rows of its experts, which it computed in the first one. Only the final sum
+needs communication.
 """
 
 from dataclasses import replace
@@ -80,7 +81,7 @@ class _Apart(OpRewriter):
             self.last |= last
 
     def is_same(self, a: str, b: str) -> bool:
-        """True if two values are computed by equal ops from equal values. Equal ops are merged only later."""
+        """True if two values are computed by equal ops from equal values. A later pass merges equal ops."""
         if a == b or a not in self.made or b not in self.made:
             return a == b
         one, other = self.made[a], self.made[b]

@@ -36,7 +36,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
     """Moves matmuls into loops over the shards of gathers for which `overlap_communication` chose one chunk per rank."""
     done = {loop.gathered for loop in fusion.loop_of.values()}  # loops that the text of a program already contained
     chunks = {choice.value: choice.taken.chunks for choice in fusion.choices if choice.value not in done}
-    loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of it and its epilogues
+    loops: dict[str, ChunkLoop] = {}  # matmul -> the loop of the matmul and its epilogues
     for op in fusion.ops:
         if op.kind == "all_gather" and op.result.is_async and chunks.get(op.result.name, 0) > 1:
             product = product_by_shards(op, fusion)
@@ -51,7 +51,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Epilogue ops after a matmul whose other operands are available before the matmul."""
+    """Epilogue ops that follow a matmul. Their other operands are available before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

@@ -41,10 +41,10 @@ from hostweave.types.tensor import BufferType
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that pays off.
+    """Hoists communications of a program and its functions just far enough to hide them, and marks them `async` if that saves time.
 
     Does nothing if kernels that exchange small blocks themselves would save more time than overlap can hide (see `reduce_in_kernels`).
-    Such a kernel must not overlap with other communication of the program, and takes less time than the start of a collective.
+    Such a kernel must not overlap with other communication of the program. It takes less time than launching a collective.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -101,11 +101,12 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Overlaps the communications of one body, at its typical sizes.
 
-    A communication is hoisted past just enough work to hide it, because its result occupies memory from there on. Communications keep their
-    order. Before that, matmuls whose results are only returned are moved down to fill waits.
+    A communication is hoisted past just enough work to hide it, because its result occupies memory from its new position on. Communications
+    keep their order. Before hoisting, matmuls whose results are only returned move down, to positions at which a rank would wait.
 
     An overlapped gather or reduce-scatter of stated sizes uses copy engines (as on transport `peer`) if these delay other ops less than a
-    collective. Then communications that overlap with nothing may use copy engines too, if that is faster. A choice records each decision.
+    collective. If the body has such a choice, communications that overlap with nothing may
+    use copy engines too, if that is faster. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -6,9 +6,9 @@
     %g_2d: bf16[S*B, N] = reshape(%g)
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
-A kernel has one index space, so a reshape that merges or splits dims would end it. Ops of one shape that use each other move together. They
-stay if a kernel reads or computes their values in the present shape, or if a matmul could compute them in its epilogue. Sharded and
-streamed values stay too.
+A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
+together. The ops do not move if another kernel reads their values or computes their operands in the present shape. They do not move if a
+matmul could compute them in its epilogue, or if their values are sharded or streamed.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ Shape = tuple[Size, ...]
 
 
 def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
-    """Moves one group of ops after another, until none gains a fusion."""
+    """Moves one group of ops after another, until no further move lets ops fuse."""
     while group := next(filter(None, map(_Groups(fusion).moved, fusion.ops)), None):
         moved = _Moving(fusion, group).rewritten()
         fusion = replace(moved, body=eliminate_dead_code(moved.ops, fusion.outputs))
@@ -96,7 +96,7 @@ class _Groups:
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
 
     def may_move(self, group: _Group) -> bool:
-        """True if no other kernel uses the values of a group in their present shape, or computes its operands in it."""
+        """True if no other kernel reads the values of a group, or computes its operands, in the present shape."""
         for name in self.operands(group.names):
             op, shape = self.made.get(name), self.types[name].shape
             new = _regrouped(shape, group)

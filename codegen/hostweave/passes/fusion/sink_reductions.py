@@ -43,8 +43,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """How to compute the terms of a value: its op, applied to `operands`, gives terms of type `type`. `summed` lists the operands that are
-    themselves terms."""
+    """How to compute the terms of a value. The op of the value, applied to `operands`, computes terms of type `type`. `summed` lists the
+    operands that are themselves terms."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -135,7 +135,7 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """The terms of a value are reduced, unless all its consumers are computed on terms."""
+        """Edges for the reduction of a value's terms. The cut pays its cost unless all consumers are computed on terms."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())

@@ -1,4 +1,4 @@
-"""Takes elements of the operands of a pointwise op in place of elements of its result, if they are few.
+"""Moves a take of few elements before the pointwise op whose result it reads. The pointwise op then computes only these elements.
 
     %logp: f32[M, N] = subtract(%x, %lse)                    # lse: f32[M, 1]
     %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
@@ -8,7 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. Sharded dims stay, because a rank reads zeros for indices of other ranks.
+The log-probabilities of a loss are then not written to memory. A take
+from a sharded value does not move, because a rank reads zeros for indices of other ranks.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 
-FEW = 16  # elements along the dim for each one that is taken
+FEW = 16  # smallest number of elements along the dim per element taken
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:
@@ -41,7 +42,7 @@ class _Taking(OpRewriter):
         self.emit(replace(made, operands=operands, result=op.result, location=op.location))
 
     def may_move(self, op: Op, made: Op) -> bool:
-        """True if a take of few elements can read the operands of the op that makes its operand."""
+        """True if the take `op` reads few elements, and can read the operands of `made` instead of its result."""
         dims, axis = made.result.type.shape, op[AXIS]
         count, length = self.types[op.tensors[1]].shape[axis], dims[axis]
         is_few = count.is_int and length.is_int and FEW * int(count) <= int(length)
@@ -49,13 +50,13 @@ class _Taking(OpRewriter):
         return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
 
     def dim_of(self, name: str, op: Op, made: Op) -> int | None:
-        """Dim of an operand that the take indexes. None if the operand has one element there."""
+        """Dim of an operand that the take indexes. None if the operand lacks that dim, or has only one element along it."""
         shape = self.types[name].shape
         dim = op[AXIS] - (len(made.result.type.shape) - len(shape))
         return None if dim < 0 or shape[dim] == ONE else dim
 
     def taken(self, name: str, op: Op, made: Op) -> str:
-        """The elements of an operand of the pointwise op."""
+        """Name of the elements that the take reads from an operand of the pointwise op."""
         if self.dim_of(name, op, made) is None:
             return name
         return self.make("take", name, *op.tensors[1:], how=op.attributes, word="taken", of=name)

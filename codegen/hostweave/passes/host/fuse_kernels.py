@@ -281,7 +281,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """True if an instruction may write the buffers after `place` has read them. Includes the next iteration of a loop around `place`."""
+        """True if an instruction may write the buffers after `place` has read them. Writes in a later iteration of a loop count."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         later = (touch for touch in self._accesses(roots) if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(self.instruction(touch), "write") & roots for touch in later)

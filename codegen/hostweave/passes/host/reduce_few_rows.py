@@ -36,7 +36,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
     for first in links.launches:
         if not (last := _last(links, first)) or not (found := _of_few_rows(links, first, last)):
             continue
-        if {first.number, last.number} & edits.keys():  # the middle one of three reductions already is in a pair
+        if {first.number, last.number} & edits.keys():  # of three consecutive reductions, the second is already paired
             continue
         launch, kernel, elements = found
         if {*elements.atoms} <= options.sizes.keys() and elements.bind(options.sizes) > AT_ONCE:
@@ -63,7 +63,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the number of elements. None if this is impossible, or if the number is an int."""
+    """A launch and kernel that reduce all dims at once, and the number of elements. None if impossible, or if the number is an int."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

@@ -1,4 +1,4 @@
-"""Lowers asynchronous communication (`async`): it runs on a separate stream, with an event for each value that another stream waits for."""
+"""Lowers asynchronous communication (`async`) to work on a separate stream. Each value for which another stream waits has an event."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,7 +30,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits `communicate` on the separate stream, after all work that the caller's stream has so far."""
+        """Emits `communicate` on the separate stream. It runs after all work that is already issued on the caller's stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -58,7 +58,7 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """True if an op reads the value or a view of it. Otherwise it is only returned, and the join at the end of the body suffices."""
+        """True if an op reads the value or a view of it. Otherwise the value is only returned, and the join at the body's end suffices."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:

@@ -1,10 +1,10 @@
-"""Lowers attention. One instruction computes the result and, if they are used, the log-sum-exps of the scores.
+"""Lowers attention. One instruction computes the result. It also computes the log-sum-exps of the scores if they are used.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. If attention is over blocks of keys, each rank computes with its local
-block.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. For attention over blocks of keys, each rank
+uses only its local block of keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,9 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """The rows of a rank that see a block of keys, and the columns that they see. `rows` and `columns` are the index of a half, or None for
-    all. `diagonal` is the diagonal of the mask, or None without a mask."""
+    """The rows of a rank that attend to a block of keys, and the columns to which they attend.
+
+    `rows` and `columns` are each the index of a half, or None for all. `diagonal` is the diagonal of the mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None
@@ -56,8 +57,8 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
-        """Emits attention to the current block. Rows that see no key of the block get zeros, and log-sum-exps of -inf, so that the merge
-        ignores them."""
+        """Emits attention to the current block of keys. A row that attends to no key of the block has a result of zeros and a log-sum-exp
+        of -inf. The later merge of the blocks ignores such rows."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -136,7 +137,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Name of the kernels of this package that CUDA may need."""
+        """Name of this package's kernels for the attention. "" if the attention does not need them."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -154,10 +155,10 @@ class Attentions:
         return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
-        """Index of the last column that a row sees, minus the index of the row. None without a causal mask.
+        """Index of the last column to which a row attends, minus the index of the row. None without a causal mask.
 
-        The diagonal depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added and
-        the number of rows subtracted. If there are lengths, the instruction itself adds the number of valid columns.
+        The diagonal depends on the global index of the rank's first row and column. With "bottom_right", the number of columns is added,
+        and the number of rows is subtracted. If there are lengths, the instruction itself adds the number of valid columns.
         """
         if not op[CAUSAL]:
             return None
@@ -178,7 +179,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Maps an op to the later ops that its instruction also computes, by their kind."""
+    """Maps the result of an op to the later ops that the same instruction computes, by their kind."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

@@ -22,12 +22,13 @@ from hostweave.types.tensor import BufferType
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
-        self.by_value: dict[str, str] = {}  # value -> the buffer or view that has the whole value
+        self.by_value: dict[str, str] = {}  # value -> the buffer or view that contains the whole value
         self.by_step: dict[str, str] = {}  # value that only a loop uses -> a buffer with one chunk per iteration
         self.chunks: dict[str, str] = {}  # value that is a view of another value's chunk -> that view, in the current iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs to their parameters. Maps an output to its parameter if an op writes it. Views and returned inputs are copied later.
+        """Maps inputs to their parameters. Maps an output to its parameter if an op writes the output. Views and returned inputs are copied
+        later.
 
         A result in donated memory is copied there at the end, when the input is no longer needed. `reuse_in_place` later removes such
         copies if possible.
@@ -39,7 +40,7 @@ class Buffers:
     # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that has a whole value. Allocated or defined on first use."""
+        """The buffer or view that contains a whole value. Allocates or defines it on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -54,7 +55,7 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """A contiguous buffer that has a whole value. Functions and user kernels need one."""
+        """A contiguous buffer that contains a whole value. Functions and user kernels need contiguous buffers."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # visible outside of the `on` body
@@ -82,8 +83,8 @@ class Buffers:
     # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads. If the operand has the streamed dim, this is the chunk, otherwise the whole operand. The buffer's dims
-        are aligned with the result's."""
+        """Buffer that an op reads: the current chunk if the operand has the streamed dim, otherwise the whole operand. The dims of the
+        buffer are aligned with the dims of the result."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -125,7 +126,7 @@ class Buffers:
             splits = steps.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
                 # Communication needs contiguous chunks.
-                if splits:  # the shards come first, as collectives write them
+                if splits:  # collectives write the shards along the first dim
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
@@ -153,7 +154,7 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: LoopSteps | None) -> None:
-        """Defines the view of a view op: of its whole operand, or of the current chunk."""
+        """Defines the view that a view op describes. The view is of the whole operand, or of its current chunk."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -173,7 +174,7 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """View of this rank's block of the operand. The rank holds the operand unsharded along each dim that gains mesh axes."""
+        """View of this rank's block of the operand. The operand is unsharded along each dim that gains mesh axes."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
@@ -207,7 +208,7 @@ class Buffers:
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """View of the indices that a slice or select covers. In `source`, its dim is `shift` dims further right."""
+        """View of the indices that a slice or select covers. The index of the cut dim is larger by `shift` in `source`."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":

@@ -27,7 +27,7 @@ class Kernels:
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
         """Name of the kernel that computes `op` on these buffers."""
-        names: dict[str, str] = {}  # by buffer, because two operands are in the same buffer if one is a view of the other
+        names: dict[str, str] = {}  # buffer -> operand; two operands share a buffer if one is a view of the other
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
@@ -69,14 +69,14 @@ class Kernels:
         return self.named(f"matmul_{result.name}", names, ops)
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
-        """Name of the kernel that reduces a buffer, whose outermost dim has one term per rank, to the result of `op`."""
+        """Name of the kernel that reduces a buffer to the result of `op`. The outermost dim of the buffer has one term per rank."""
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Name of the kernel that reduces terms and rounds once. The last operand may have several terms, along an outermost dim."""
+        """Name of the kernel that reduces terms and rounds once. An operand may have several terms, along an additional outermost dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype

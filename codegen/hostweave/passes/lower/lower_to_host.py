@@ -179,7 +179,7 @@ class _Lowering:
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
-            for name in self.buffers.by_step.keys() - known:  # this memory had the chunks of one part of the loop
+            for name in self.buffers.by_step.keys() - known:  # this memory contains chunks of only one part of the loop
                 del self.buffers.by_step[name]
 
     def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
@@ -318,8 +318,8 @@ class _Lowering:
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
-        """Merges the contracted dims of an operand. In the first operand these are the last dims, in the second the dims before the last
-        one."""
+        """Merges the contracted dims of an operand. These are the last dims of the first operand, and the dims before the last dim of the
+        second operand."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
@@ -329,7 +329,7 @@ class _Lowering:
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
-        """In a matmul over slices of every rank's columns, moves the dim of shards before the matrix, as an additional batch dim."""
+        """Moves the dim of shards before the matrix dims, as a batch dim, if each chunk consists of slices of every rank's columns."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
@@ -399,7 +399,7 @@ class _Lowering:
     # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
-        """Moves blocks between ranks. If each rank holds all blocks, moves them within its memory."""
+        """Moves blocks between ranks. If each rank stores all blocks, moves the blocks within the rank's memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)

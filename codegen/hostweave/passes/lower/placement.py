@@ -33,7 +33,7 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 @dataclass(frozen=True)
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> the concat or pad into whose result it is computed
-    by_kernel: frozenset[str]  # results of concat and pad that a kernel computes, so that it can fuse with other kernels
+    by_kernel: frozenset[str]  # results of concat and pad that one kernel computes, because this kernel can fuse with others
     inverse_view: dict[str, Op]  # value -> its view, which owns the memory that the value's op writes
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout can be chosen freely
     by_shards: frozenset[str]  # gathered values of loops over shards, stored as contiguous shards
@@ -69,8 +69,8 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
 
 
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
-    """True if one kernel should compute a concat or pad: its operands come from kernels, or are in memory. Other operands are computed
-    directly into the result."""
+    """True if one kernel should compute a concat or pad. No operand may come from another kind of op that can write directly into the
+    result."""
     begin = OPS[op.kind].parts
     if begin is None or op.result.stream or len(op.tensors) > MOST_JOINED:
         return False
@@ -97,7 +97,7 @@ def _is_pointwise(op: Op) -> bool:
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
     """Operands of concat and pad that are computed directly into the result, if their other consumers can read them there.
 
-    Includes operands that are views which add dims of one element, and the only views of a value that no kernel computes.
+    Includes views that only add dims of one element. Also includes a view if it is the only use of a value that no kernel computes.
     """
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
@@ -130,7 +130,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
-    """True if an op can write strided memory. A reshard on one mesh can, with a copy."""
+    """True if an op can write strided memory. A reshard on one mesh writes it by means of a copy."""
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
@@ -157,8 +157,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """The views by which a value that no kernel computes becomes an operand of a concat or pad, as `_chain` gives them. Empty if it must be
-    copied."""
+    """The views from a value that no kernel computes to an operand of a concat or pad, in the form that `_chain` returns. Empty if the
+    operand must be copied."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
@@ -167,7 +167,7 @@ def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
 
 
 def _is_reversible(op: Op) -> bool:
-    """True for a view that shows all elements."""
+    """True for a view of all elements."""
     return OPS[op.kind].is_view and not OPS[op.kind].cuts
 
 

@@ -13,7 +13,7 @@ becomes, if `depth` is odd,
       call @layer %y_before, %w_i -> %y_i
     }
 
-The carried value alternates between two buffers, in such an order that the last call writes %y. For an even `depth`, they are swapped.
+The carried value alternates between two buffers, so that the last call writes %y. For an even `depth`, the two buffers are swapped.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ from hostweave.types.tensor import BufferType
 class _Carried:
     """Memory of a value that is carried from call to call.
 
-    It is one buffer that is updated in place, two buffers that alternate, or one buffer that `keeps` the values of all calls.
+    The memory is one buffer that is updated in place, two buffers that alternate, or one buffer that `keeps` the values of all calls.
     """
 
     name: str
     source: str  # operand of the first call
     buffers: tuple[str, ...]
-    keeps: str = ""  # "taken": the buffer has the operands of all calls and the last result; "given": it has the results of all calls
+    keeps: str = ""  # "taken": stores the operands of all calls, and the last result; "given": stores the results of all calls
     is_copied: bool = True  # the first call reads a copy of `source`
 
 
@@ -64,7 +64,7 @@ class RepeatLowering:
         for number in whole:
             memory = self.memories.get(used[number], "")
             taken = [at for at, operand in enumerate(op.tensors) if operand == memory]
-            if any(not self.is_updated(function, at, number) for at in taken):  # the calls still read the memory that they would overwrite
+            if any(not self.is_updated(function, at, number) for at in taken):  # a call would overwrite memory that calls still read
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         with b.loop(depth) as index:
             at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
@@ -128,7 +128,7 @@ class RepeatLowering:
         return carried
 
     def is_temporary(self, name: str) -> bool:
-        """True if nothing else needs the memory of a value, so that the carried value may overwrite it."""
+        """True if the carried value may overwrite the memory of a value, because no other op uses the value."""
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
@@ -168,6 +168,6 @@ class RepeatLowering:
             self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
 
     def put(self, view: str, name: str) -> None:
-        """Maps a value to a view, or copies the view if the value has memory."""
+        """Maps a value to a view. Copies the view instead if the value already has other memory."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))

@@ -35,7 +35,7 @@ class Reshards:
 
     def reshard(self, op: Op, steps: LoopSteps | None) -> None:
         if steps:
-            if (lowering := self.scheduled[op.result.name]).op == op:  # one step moves all ops of the lowering
+            if (lowering := self.scheduled[op.result.name]).op == op:  # one step communicates for all ops of the lowering
                 lowering.step(steps)
         elif op.kind == "reduce":
             self.transfers.reduce(op, self.reduction(op))

@@ -1,4 +1,4 @@
-"""Lowers scaled matmuls: copies operands and scales to layouts that cuBLASLt supports, or composes the matmul of other ops.
+"""Lowers scaled matmuls: copies operands and scales to layouts that cuBLASLt supports, or replaces the matmul by simpler ops.
 
     %y: bf16[M, N] = scaled_matmul(%a, %w, %s, %t)      # a: f8e4m3[M, K], w: f8e4m3[K, N], s: f32[M, 1], t: f32[1, N]
 
@@ -64,14 +64,14 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # the verifier rejects an accumulation into another layout
+            if accumulates or lies_along(self.b.types[target], 1):  # the verifier rejects an accumulation onto other layouts
                 self.matmul(of_a, of_b, target, accumulates)
                 return
             with packed_destination(self.b, target, steps) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel supports any small number of rows
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel supports any few rows
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
@@ -89,8 +89,8 @@ class ScaledMatmuls:
         self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
     def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
-        """Returns a function that emits the matmul with rows padded by zeros to a multiple of PADDED. cuBLASLt requires this for scales of
-        blocks along rows.
+        """Returns a function that emits the matmul with zero rows added, up to a multiple of PADDED rows. cuBLASLt requires such a
+        multiple if the scales are of blocks along rows.
 
         A kernel of the runtime multiplies a few rows of f8e4m3 without padding. On an H100, cuBLASLt 13.0 has no algorithm for numbers of
         rows that are not multiples of PADDED.
@@ -120,7 +120,7 @@ class ScaledMatmuls:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, steps: LoopSteps | None) -> str:
-        """A matrix with contiguous rows: the buffer itself, or a copy."""
+        """Returns the matrix with contiguous rows. Copies the matrix if its rows are not contiguous."""
         if lies_along(self.b.types[name], 1):
             return name
         return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
@@ -179,7 +179,7 @@ class ScaledMatmuls:
         return memory
 
     def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """A matrix, in f32, multiplied by its scales of blocks."""
+        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of the product."""
         type, blocks = self.b.types[name], self.b.types[scale].shape
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
@@ -196,7 +196,7 @@ class ScaledMatmuls:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, per_step(self.b, f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
-        """Launches a kernel that multiplies a buffer by factors in `dtype`, and rounds once."""
+        """Emits the launch of a kernel that multiplies a buffer by factors. The kernel computes in `dtype`, and rounds the result once."""
         result = Value(op.result.name, self.kernels.tensor(target))
         names = {buffer: f"operand_{number}" for number, buffer in enumerate(dict.fromkeys((source, *factors)))}
         ops, last, have = list[Op](), names[source], self.b.types[source].dtype

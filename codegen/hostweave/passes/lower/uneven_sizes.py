@@ -1,4 +1,4 @@
-"""Finds sizes that need not divide by the number of ranks. The last ranks may then have smaller or empty blocks."""
+"""Finds sizes that need not be multiples of the number of ranks. The last ranks may then have smaller or empty blocks."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,8 @@ Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and t
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Names of sizes that need not divide evenly, in order of appearance. All others must divide; the program checks this in each call.
+    """Names of sizes that need not divide evenly, in order of appearance. All other sizes must divide evenly. The program checks this
+    in each call.
 
     Raises ProgramError if an int must divide evenly and does not.
     """
@@ -60,7 +61,7 @@ def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.result.transport:  # the compiler chose it for sizes that divide evenly
+    if op.result.transport:  # the compiler chose it under the assumption that sizes divide evenly
         yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
