@@ -105,8 +105,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     keep their order. Before hoisting, matmuls whose results are only returned move down, to positions at which a rank would wait.
 
     An overlapped gather or reduce-scatter of stated sizes uses copy engines (as on transport `peer`) if these delay other ops less than a
-    collective. If the body has such a choice, communications that overlap with nothing may
-    use copy engines too, if that is faster. A choice records each decision.
+    collective. After such a decision, communications that overlap with nothing may use copy engines too, if that is faster. A choice
+    records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -135,7 +135,7 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """Edges for the reduction of a value's terms. The cut pays its cost unless all consumers are computed on terms."""
+        """Edges for the reduction of a value's terms. A cut includes this cost unless all consumers are computed on terms."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())

@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take
-from a sharded value does not move, because a rank reads zeros for indices of other ranks.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move,
+because a rank reads zeros for indices of other ranks.
 """
 
 from dataclasses import replace

@@ -381,8 +381,8 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 
 
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
-    """Fuses two launches. The fused launch has the position of the consumer, and its kernel has the names of the consumer's kernel. It also
-    writes the `kept` results of the producer."""
+    """Fuses two launches. The fused launch has the position of the consumer, and its kernel has the names of the consumer's kernel. The
+    fused launch also writes the `kept` results of the producer."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     # buffer -> its name in the consumer
@@ -416,7 +416,7 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops of a kernel. An op is repeated if several operands' kernels absorbed a copy of it."""
+    """Removes repeated ops of a kernel. Repeated ops arise if the same producer is fused into several operands of a kernel."""
     # A vector that is broadcast along rows differs from the same vector broadcast along columns.
     indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
     results = {result.name for result in kernel.results}

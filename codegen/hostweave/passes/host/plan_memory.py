@@ -1,4 +1,4 @@
-"""Lets buffers share memory if their live ranges are disjoint in the order of all streams.
+"""Lets buffers share memory if their live ranges are disjoint. The order between streams must ensure that they are disjoint.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h

@@ -54,7 +54,7 @@ class _Sharing:
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """Pairs of an operand and a result of an instruction. Writing the result could overwrite the operand."""
+        """Pairs of an operand and a result of an instruction. The instruction could write the result over the operand."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():

@@ -66,7 +66,8 @@ class _Turns:
     def across_streams(self, body: tree.Body) -> tree.Body:
         """Adds turns to a body that is not in a stream block. A turn is a wait for the event, followed by communications and a record.
 
-        Each stream block with such communications is given one turn. So is each communication on the caller's stream."""
+        Each stream block with such communications, and each such communication on the caller's stream, is given one turn.
+        """
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):

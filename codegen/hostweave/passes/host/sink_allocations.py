@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-`reuse_in_place` needs this pass, because it considers the uses of a buffer within one `on` body.
+`reuse_in_place` needs this pass, because all uses of a buffer that it replaces must be in one `on` body.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. For attention over blocks of keys, each rank
-uses only its local block of keys.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. For attention over blocks of keys, each rank uses
+only its local block of keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 class Seen:
     """The rows of a rank that attend to a block of keys, and the columns to which they attend.
 
-    `rows` and `columns` are each the index of a half, or None for all. `diagonal` is the diagonal of the mask, or None without a mask."""
+    `rows` and `columns` are each the index of a half, or None for all. `diagonal` is the diagonal of the mask, or None without a mask.
+    """
 
     rows: int | None = None
     columns: int | None = None

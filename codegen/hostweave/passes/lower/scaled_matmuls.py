@@ -71,7 +71,7 @@ class ScaledMatmuls:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool], None] = direct
-        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel supports any few rows
+        takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # a runtime kernel multiplies few rows
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
             padded = multiply = self.padded(a, scale_a, of_b, target, steps)
