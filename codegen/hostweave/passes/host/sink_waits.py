@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-Each wait for an event already stands directly before the first use of the data. This pass therefore moves only joins.
+Each wait for an event is already directly before the first use of the data. This pass therefore moves only joins.
 """
 
 from dataclasses import replace

@@ -94,8 +94,8 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Makes the caller's stream wait for all asynchronous work: for the communication stream, including its work after the last event,
-        and for copies on a separate stream."""
+        """Makes the caller's stream wait for all asynchronous work. This includes work of the communication stream after its last event, and
+        copies on a separate stream."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():
