@@ -1,4 +1,5 @@
-"""Finds communications of one rank that must be ordered but are not: they use different channels, or their signals share a counter.
+"""Finds communications of one rank that must be ordered but are not. Communications on different channels must be ordered, and so must
+kernels that exchange data on one channel. All signals and waits of a rank must be ordered.
 
 If a rank's communications are unordered, a device may start them in a different order on every rank. On a transport that occupies
 multiprocessors, each communication occupies a part of the device while it waits for its peers. Signals are only counted, so a wait cannot
@@ -30,8 +31,8 @@ class PostedCommunications:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
-        """Records the communications of a task that starts at `clock`. Returns earlier communications on other channels that may still
-        run."""
+        """Records the communications of a task that starts at `clock`. Returns earlier communications that may still run. On the channel of
+        the task, it returns only kernels that exchange data."""
         channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []

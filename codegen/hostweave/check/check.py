@@ -45,7 +45,7 @@ def check(
     - Memory is freed while it is in use, or is reused before its last use is known to have ended.
     - A send has no recv, or collectives differ between ranks.
     - Two communications on different channels are not ordered on a rank.
-    - An event that is waited for may not have been recorded.
+    - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.
     - An output is not written completely.
@@ -54,8 +54,8 @@ def check(
 
     If ranks access each other's memory, two consecutive calls are checked: a put of the second call must be ordered after the target's work
     in the first call. The puts, signals and waits of a rank must be totally ordered. The program must also end if each device executes all
-    streams of its rank as one queue, in the order of issue. The program must not send a second signal before the first is consumed. A CUDA
-    graph may depend on both rules.
+    streams of its rank as one queue, in the order of issue. A rank must not send a second signal before the receiver has waited for the
+    first. A CUDA graph may depend on the last two rules.
     """
     calls = 2 if program.has_signals else 1
     results = None
@@ -157,7 +157,8 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """True if an instruction may write the memory that it reads: element by element, or because its class allows it."""
+        """True if an instruction may write the memory that it reads. Its class may allow this, or it reads and writes element by
+        element."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):

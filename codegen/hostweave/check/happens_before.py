@@ -1,10 +1,11 @@
-"""Happens-before: simulates the operations of all ranks in one legal order, and computes what each may rely on.
+"""Happens-before: simulates the operations of all ranks in one legal order, and computes for each the earlier operations that are known to
+have ended.
 
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when the other side has started.
 
-Two orders are used. Vector clocks (Fidge 1988, Mattern 1989) give the first, which finds races: a task's clock lists the earlier tasks that
-streams, events and arriving data prove to have ended. The second finds deadlocks. It also contains the order in which a rank posts its
-communications, because a device may serialise communication kernels of different streams.
+Two orders are used. The first finds races. It consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
+that streams, events and arriving data prove to have ended. The second order finds deadlocks. It also contains the order in which a rank
+posts its communications, because a device may serialise communication kernels of different streams.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _add_match(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> 
     arrivals: dict[tuple[Operation, ...], Arrival] = {}
     parts = [tasks[part] for part in matched.parts]
     for part, task in zip(matched.parts, parts, strict=True):
-        # A sender learns nothing from the recv: a small message may be sent before the receiver starts.
+        # A recv proves nothing to the sender: a small message may be sent before the receiver starts.
         sources = matched.sources(part)
         if any(tasks[source] is not task for source in sources):
             arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))

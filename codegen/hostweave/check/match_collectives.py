@@ -54,8 +54,8 @@ class MatchedCommunications:
 def match_communications(instances: Instances) -> list[MatchedCommunications]:
     """All matched communications of the simulated calls.
 
-    Raises ProgramError for an unmatched send or recv, and if their counts or dtypes differ. The same holds for signals and waits. Also
-    raises ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for an unmatched send, recv, signal or wait. Raises ProgramError if a send and its recv have different counts or
+    dtypes. Raises ProgramError if ranks of a process group issue collectives that differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     # by channel, sender, receiver and signal number
@@ -134,7 +134,7 @@ def _may_differ(part: Operation) -> bool:
 
 
 def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
-    """For each rank of the process group, the number of elements that this rank sends to it, or receives from it."""
+    """Number of elements that this part's rank sends to each rank of the process group, or receives from it."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
     along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)

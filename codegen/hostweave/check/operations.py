@@ -77,7 +77,8 @@ ALWAYS = sys.maxsize  # later than all generations
 class ByteRegion(NamedTuple):
     """Bytes of a buffer of one rank that is not a view: an input, an output or an allocation.
 
-    A generation is a version of the contents. Each execution of the buffer's allocate begins one. So does each result in donated memory.
+    A generation is a version of the contents. Each execution of the buffer's allocate begins a generation. Each result in donated memory
+    also begins one.
     """
 
     root: str

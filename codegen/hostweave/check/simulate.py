@@ -24,7 +24,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # iterations of all loops of one rank
+MAX_STEPS = 2**16  # maximum number of iterations of all loops of one rank
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
@@ -127,7 +127,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # Loops whose next iteration may reuse memory that was freed: on streams of other pools, and on streams of this pool.
+    # Loops whose next iteration may reuse freed memory: first if a stream of another pool freed it, then if one of this pool did.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:
@@ -209,8 +209,8 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
-    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. The operation's instruction has values in
-    place of its expressions."""
+    """Binds an instruction that reads and writes memory: compute, collectives, send and recv. If the instruction computes, values replace
+    the expressions in the operation's copy of it."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: Run) -> None:

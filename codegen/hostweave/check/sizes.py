@@ -28,7 +28,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    smallest = {name: size for name, (_, size) in steps.items()}  # the sizes for which an error is raised if none fit
+    smallest = {name: size for name, (_, size) in steps.items()}  # if no sizes fit, the check raises an error at these sizes
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
@@ -64,7 +64,8 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat to check: a few, odd or even like `count`, and enough for every constant index into the group."""
+    """Number of calls of a repeat that are checked. It is small, has the parity of `count`, and exceeds every constant index into a
+    parameter group."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -84,21 +85,21 @@ MAX_TRIES = 2**14  # per search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes at which slices fit, and sums and divisors of means are positive. None if none are found. Values of each size are tried in
-    steps, from the smallest."""
+    """Sizes at which all slices fit, and all sums and divisors of means are positive. None if no such sizes are found. The values of each
+    size are tried in steps, from the smallest."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
     lower_bounds = [
         (size, smallest) for size, smallest in lower_bounds if set(size.atoms) <= sizes.keys()
-    ]  # local sizes depend on the rank
+    ]  # without local sizes, which depend on the rank
     return next(filter(None, (_search(sizes, list(dict.fromkeys(lower_bounds)), steps) for steps in STEPS_TO_TRY)), None)
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Backtracking search: chooses one size after another, and revises a choice if the following sizes have no fitting value."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # requirements by the last of their symbols in the order of `names`
+    # bounds by symbol; a bound with several symbols belongs to the last of them in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -140,7 +141,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
     symbols_of_conditions = {name for condition in conditions for name in _deciding_symbols(condition)}
     smallest = _enlarged(program, symbols_of_conditions)
     small = (smallest, *_uneven(program, smallest))
-    factors: dict[str, int] = {}  # factor relative to the minimal size
+    factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for condition in conditions:
         found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
         if larger := [name for name, factor in found.items() if 1 < factor <= max_factor]:

@@ -41,7 +41,7 @@ class ArrayLibrary(Protocol):
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """Element type. The library's name of it if Hostweave has no such dtype."""
+        """Element type. If Hostweave has no such dtype, this is the library's name for the type."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:

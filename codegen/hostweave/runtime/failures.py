@@ -151,14 +151,14 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
+        """Assigns a number to the sizes of a program. Other ranks refer to the sizes by this number."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Announces to the watchdogs of the other ranks that this rank joins the next exchange. If the rank compares the sizes of a call,
-        they are passed as `sizes`."""
+        """Announces to the watchdogs of the other ranks that this rank joins the next exchange. `sizes` contains the sizes of a call if
+        this rank compares them."""
         if not self.in_process:  # ranks that are threads detect a late rank without a message
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 

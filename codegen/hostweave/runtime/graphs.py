@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ArgumentError, ExecutionError
 
 MAX_CALLS_BETWEEN_VOTES = 4096  # maximum number of calls between two decisions on graphs
-CALLS_PER_NEW_ARRAY = 8  # calls become graphs if at most one in so many calls has new arrays
+CALLS_PER_NEW_ARRAY = 8  # calls run as graphs if at most one of this many calls has new arrays
 
 
 class CommonGraphs:
@@ -40,7 +40,7 @@ class CommonGraphs:
         return new * CALLS_PER_NEW_ARRAY <= calls
 
     def decide(self, votes: Sequence[bool], unseen: int) -> None:
-        """Decides by the votes of all ranks."""
+        """Decides from the votes of all ranks whether calls run as graphs."""
         self.agreed = all(votes)
         self._at_last_vote = self._calls, unseen
         self._votes_after = self._calls + min(self._calls, MAX_CALLS_BETWEEN_VOTES)
@@ -61,7 +61,7 @@ class Captured:
         self._inputs = inputs  # keeps the memory that the graph reads alive
         self._outputs = outputs
         self._launch_lock = threading.RLock()
-        self._depth = 0  # nesting depth of `with` in the current thread
+        self._depth = 0  # nesting depth of `with` in the thread that has the lock
         self._last: tuple[threading.Thread, bool] | None = None  # (thread of the last launch, True if the launch was inside `with`)
 
     def __enter__(self) -> Captured:

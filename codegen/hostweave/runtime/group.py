@@ -1,4 +1,4 @@
-"""Groups: ranks that call programs together. Each rank is a thread or a process that the application has started."""
+"""Groups: ranks that call programs together. Each rank is a thread or a process."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Group(FallibleGroup):
 
     @property
     def hosts(self) -> int:
-        """Number of hosts that the ranks are on, as far as it is known."""
+        """Number of hosts of the ranks, or 1 if the hosts are unknown."""
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
@@ -227,8 +227,8 @@ class Group(FallibleGroup):
 
         All ranks call it together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the transports peer
         and one_sided, programs read inputs in windows directly from peers, and write outputs in windows in place. Other arrays are copied.
-        All ranks must pass arrays of the same call of `empty` as an argument, or parts of them with equal offsets. If a call has a new set
-        of arguments in windows, the program is compiled for these arguments.
+        For each argument in a window, all ranks must pass arrays of the same call of `empty`, or parts of these arrays at equal offsets.
+        The program is compiled again if a call has a new set of arguments in windows.
 
         On the CPU target the result is a NumPy array. bf16 and f8 have the dtypes of `ml_dtypes`, which DLPack does not support. On CUDA
         the result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB, and freed
@@ -303,7 +303,7 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Compares what all ranks are about to do, which must be the same. Returns the signatures of all ranks, indexed by rank.
+        """Compares the signatures of all ranks, and returns them, indexed by rank. All ranks must be about to do the same.
 
         If `error` is given, raises it after the exchange. Raises ExecutionError if another rank fails, is about to do something else, or
         times out. `waits_for` is appended to that message.
@@ -406,8 +406,8 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
-        """Creates the channel of all ranks through which they share memory. Returns the reason if they cannot, the same on all ranks, or
-        ""."""
+        """Creates the channel through which all ranks share memory. Returns "", or the reason why they cannot share memory. The result is
+        the same on all ranks."""
 
         def connect() -> str:
             id = module.new_peer_id(member) if self.rank == 0 else None
@@ -479,8 +479,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not announce to other ranks that it
-    leaves."""
+    """Marks all groups as unusable in a forked child. The parent is still the rank, so the child must not announce that the rank leaves."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()

@@ -1,4 +1,4 @@
-"""Prevents programs from running while the interpreter exits, or in a forked child of a process that ran some.
+"""Prevents programs from running while the interpreter exits, or in a forked child of a process that ran programs.
 
 When the interpreter exits, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Therefore
 running calls are stopped first, and no new ones begin.
@@ -95,8 +95,8 @@ def expect_running() -> None:
 def expect_own_devices() -> None:
     """Raises ExecutionError in a forked process whose parent ran programs. Otherwise marks devices as used.
 
-    Call this before the first import or construction: an import of a module that another thread was importing at the fork never ends in the
-    child.
+    Call this before the first import or construction. If another thread was importing a module at the fork, an import of that module in the
+    child never ends.
     """
     global _used
     if _forked:
@@ -105,8 +105,8 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function for the exit of the interpreter. If calls are still running at exit, the function is called, and stops those
-    that do not poll."""
+    """Registers a function for the exit of the interpreter. The function is called if calls are still running at exit. It must stop the
+    calls that do not poll."""
     _interrupts.append(interrupt)
 
 

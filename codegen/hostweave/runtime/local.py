@@ -56,9 +56,9 @@ class LocalProgram:
     ):
         """`module` builds and loads the native module when it is first called. All variants of a program share the object `family`.
 
-        `lacks` names the library calls that this rank lacks, or is "". If any rank passes a text, no channel is created, and `out_of_reach`
-        is that text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks have
-        different programs. Raises CaptureError if the stream of the first call is being captured.
+        `lacks` names the library calls that this rank lacks, or is "". If any rank passes a non-empty text, no channel is created.
+        `out_of_reach` is then that text on all ranks. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if
+        the ranks have different programs. Raises CaptureError if the stream of the first call is being captured.
         """
         group.expect_working()
         self.host, self.target, self._group = host, target, group
@@ -107,7 +107,8 @@ class LocalProgram:
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """Reason of the lowest rank that cannot access the memory of peers, or "". Possibly only some channels are affected."""
+        """Reason why this rank cannot access the memory of peers, or "". It may concern only some channels. If the program has optional
+        transports, all ranks return the reason of the lowest rank that has one."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
@@ -323,7 +324,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # before ranks compare sizes: if a variant without loops makes the call, that variant compares
+        if changed:  # before ranks compare sizes: if this raises, a variant without loops makes the call and compares
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:
@@ -486,7 +487,7 @@ def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the global arrays, if every rank has blocks of these shapes. Dims with constant sizes need no inference."""
+    """Shapes of the global arrays, computed as if the blocks of all ranks had these shapes. Dims with constant sizes need no inference."""
     return [
         tuple(
             int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
@@ -511,7 +512,7 @@ def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
 
 
 def _first_communication(host: HostProgram) -> str:
-    """Text that names the first communication. A rank waits there if other ranks do not arrive."""
+    """Text that names the first communication. A rank waits at this communication if other ranks do not arrive."""
     instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
     if instruction is None:
         return ""

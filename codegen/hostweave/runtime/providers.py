@@ -27,7 +27,7 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 
 T = TypeVar("T")
 
-_servers: dict[str, TcpServer] = {}  # job -> server in this process, which runs until the process ends
+_servers: dict[str, TcpServer] = {}  # job -> its server, which runs in this process until the process ends
 _servers_lock = reset_after_fork(threading.Lock())
 _JOIN_TIMEOUT = 10.0  # seconds that the threads of ranks get to end after an interrupt
 MAX_THREADS = 1024

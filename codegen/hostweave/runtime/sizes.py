@@ -18,7 +18,7 @@ _CALLS_KEPT = 256  # number of latest calls whose sizes a rank keeps for error m
 
 
 class CallSizes(NamedTuple):
-    """Shapes of a call's inputs that one rank has inferred."""
+    """Shapes of a call's inputs on one rank."""
 
     local: Sequence[Shape]
     global_shapes: Sequence[Shape]  # shapes of the global arrays that the rank infers
@@ -28,8 +28,8 @@ class LastSizes:
     """Sizes of the last calls of a program and its variants, on one rank of a group.
 
     Ranks compare sizes before a call whose sizes differ from those of the previous call. If the ranks' sizes are consistent, all of them
-    compare before the same calls. A rank announces that it compares. If another rank has begun that call without comparing, its watchdog
-    reads the announcement and fails the group.
+    compare before the same calls. A rank announces that it compares. If another rank has begun that call without comparing, the watchdog of
+    that other rank reads the announcement and fails the group.
     """
 
     def __init__(self, group: Group):

@@ -1,8 +1,8 @@
 """Key-value stores through which a group exchanges channel ids, call signatures and progress.
 
 The TCP store has a server in the process of rank 0, and a client in every process. The server ends with its process. First, client and
-server prove to each other that they know the job's name and token, without sending these. Thus ranks of another job that try the same port
-are rejected, and so is the server of another job.
+server prove to each other that they know the job's name and token. They do not send the name or the token. A server rejects the ranks of
+another job that try its port. A client rejects the server of another job.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class TcpServer:
     """Server that stores the values. Its thread ends with the process, or with `close`."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
-        """Listens at the first address that is free. Raises ExecutionError if none is."""
+        """Listens at the first free address. Raises ExecutionError if no address is free."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
@@ -229,8 +229,8 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value if this process ends without calling `close`. A value that is already set stays. May be called
-        for several keys."""
+        """Makes the server set this value if this process ends without calling `close`. A value that is already set does not change. May be
+        called for several keys."""
         if self._will_connection is None:
             self._will_connection = self._connect(self.address, self.answer_timeout)
         _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)

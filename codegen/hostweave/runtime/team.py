@@ -131,8 +131,8 @@ class Team:
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` for each rank, on the rank's thread. Returns the results, indexed by rank.
 
-        Stops all ranks, wherever they wait, if this wait is interrupted, `programs` make no progress, or `work` fails a rank's group. Other
-        errors do not stop the other ranks. Raises the first error.
+        Stops all ranks, wherever they wait, in three cases: this wait is interrupted, `programs` make no progress, or `work` fails a rank's
+        group. Other errors do not stop the other ranks. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):

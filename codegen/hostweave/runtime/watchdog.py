@@ -1,8 +1,8 @@
 """Watchdog of a group: threads that detect failures while the rank waits in native code or only enqueues.
 
-The failures are: a call exceeds its timeout, or another rank reports a failure, leaves, or passes other sizes. The watchdog thread then
-reports the position of every rank and aborts the channels, which ends all waits. A separate listener thread reads reports of other ranks
-from the store, because the store may not answer.
+A failure is one of these: a call exceeds its timeout, the store does not answer, or another rank reports a failure, leaves, or makes a
+different call. The watchdog thread then reports the position of every rank and aborts the channels, which ends all waits. A separate
+listener thread reads the reports of other ranks from the store. The watchdog thread thus continues if the store does not answer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Watchdog:
             self._listener.join(_LISTEN_SECONDS)
 
 
-# A thread may be the one that frees the group, and thereby device memory. `with calls` keeps the interpreter from exiting meanwhile.
+# One of the threads may free the group, and with it device memory. Inside `with calls`, the interpreter does not exit meanwhile.
 
 
 def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:
@@ -68,8 +68,8 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """Returns the exchange of the group, and the reason why a rank cannot continue, or None. Returns None alone if there is nothing to
-    watch any more."""
+    """Returns a pair: the exchange of the group, and the reason why this rank cannot continue, or None. Returns None instead of a pair if
+    the group is freed or has failed."""
     group = group_ref()
     return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 
@@ -84,7 +84,7 @@ def _watch(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> N
 
 
 def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> bool:
-    """Fails the group if something is wrong. Returns True if there is nothing to watch any more."""
+    """Fails the group if there is a failure. Returns True if the group is freed or has failed."""
     group = group_ref()
     if not group or group.failure:
         return True

@@ -67,7 +67,7 @@ class Lanes:
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """Applies a function that only moves elements to all parts."""
+        """Applies a function to all parts. The function must only move elements."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
@@ -288,7 +288,7 @@ def is_float(x: Any) -> bool:
 
 
 def aligned(xs: Sequence[Lanes]) -> list[Lanes]:
-    """Gives all arrays but constants the same number of dims, so that they broadcast from the right."""
+    """Gives all arrays except constants the same number of dims, so that they broadcast from the right."""
     max_ndim = max([x.parts[0].ndim for x in xs])
     return [
         x

@@ -204,7 +204,7 @@ class FieldRanks:
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """Runs a kernel on what its collective delivers."""
+        """Runs a kernel on the elements that its collective delivers."""
         for rank, operation in zip(ranks, operations, strict=True):
             _, *others = [access for access in operation.accesses if access.reads]
             (kernel,) = tree.names(operation.instruction, "launch")
@@ -306,7 +306,7 @@ def _offset(op: Op) -> Size | None:
 
 
 class _Queue:
-    """The operations of a rank in one call that compute or communicate, and the current one."""
+    """Operations of one rank in one call that compute or communicate. `current` is the operation that the rank executes next."""
 
     def __init__(self, rank: int, operations: Sequence[Operation]):
         self.rank, self.remaining = rank, iter(operations)

@@ -99,8 +99,8 @@ def difference(
     """The first difference between a host program and its fusion, at the sizes of `expected`.
 
     In the first run, exp is a random function. A program that merges softmaxes by their log-sum-exps always differs in this run, so a
-    second run uses exp(a + b) = exp(a) exp(b). If the program also computes with merged log-sum-exps, it may differ in both runs; then the
-    values in f64 decide.
+    second run uses exp(a + b) = exp(a) exp(b). If the program also computes with log-sum-exps, it may differ in both runs. The values in
+    f64 then decide.
     """
     if _difference(expected, instances, matches, executed) is None:
         return None
@@ -111,7 +111,7 @@ def difference(
 
 def _reads_log_sum_exps(program: ir.HostProgram) -> bool:
     """True if an instruction other than the backward pass of attention reads log-sum-exps."""
-    buffer_of: dict[str, str] = {}  # view -> the buffer in whose memory it is
+    buffer_of: dict[str, str] = {}  # view -> the buffer that contains it
     made: set[str] = set()
     for i in tree.walk(program.body):
         buffer_of.update({view: buffer_of.get(of, of) for view in tree.names(i, "view") for of in tree.names(i, "alias")[:1]})
@@ -222,8 +222,8 @@ class Results:
         self.skipped: list[str] = []
 
     def compare_all(self, checked: Sequence[Case], has_given_sizes: bool) -> None:
-        """Compares the results at stated sizes, or at those that `cases` chooses. `checked` has the cases that the proof of order has
-        instantiated."""
+        """Compares the results at the sizes of `checked` if the user gave sizes, otherwise at the sizes that `cases` chooses. `checked` are
+        the cases that the check of races has instantiated."""
         known = {tuple(sizes.items()): case for case in checked for sizes in case[:1]}
         expected: dict[tuple[tuple[str, int], ...], Expected] = {}
         for sizes, instances, matches in checked if has_given_sizes else cases(self.fusion, self.program, known):
@@ -310,7 +310,7 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
             if _is_wrong(fusion, stage, found):
                 return name, _first_wrong_value(correct, stage, found)
         except (ExecutionError, ProgramError):
-            continue  # this stage cannot run before later passes complete it
+            continue  # the program of this stage cannot run before later passes complete it
         correct = stage if isinstance(stage, Fusion) else correct
     return "", None
 
