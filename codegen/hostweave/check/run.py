@@ -74,7 +74,7 @@ class Run:
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
     generations: dict[str, int] = field(init=False)  # root -> latest generation that has begun
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
-    # last deallocate on each stream, of memory that other streams can reuse only after the join
+    # like `freed`, for memory that other streams can reuse only after the join
     freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()

@@ -89,8 +89,8 @@ class CollectiveLowering:
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Copies to and from padded buffers, in which all blocks have the size of the largest one. Windows need equal sizes on all
-        ranks."""
+        """Yields padded buffers for `src` and `dst`, in which all blocks have the size of the largest one. Copies `src` to its padded
+        buffer and, on exit, the other padded buffer to `dst`. Windows need equal sizes on all ranks."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)
@@ -110,7 +110,7 @@ class CollectiveLowering:
 
 
 def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:
-    """Gathers `src` of all ranks to `dst`. `wants_own` is False if `dst` need not contain this rank's block."""
+    """Gathers `src` of all ranks to `dst`. If `wants_own` is False, `dst` need not contain this rank's block."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
 
@@ -124,7 +124,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of all ranks into one buffer, rank by rank. The rank's own shard is not copied; its readers use the source."""
+    """Gathers the shards of all ranks into one buffer, rank by rank. The rank's own shard is not gathered: `take_shard` copies it."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -133,8 +133,8 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps, arrived: Callable[[], None]) -> str:
-    """Copies the shard of an iteration from the buffer of `gather_apart`. This rank's own shard is copied from the source. `arrived` emits
-    the copy of another rank's shard."""
+    """Returns a view of an iteration's shard in the buffer of `gather_apart`. For this rank's own shard, emits a copy from the op's operand
+    to the view. For the shard of another rank, `arrived` emits the wait until the gather is done."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

@@ -95,8 +95,8 @@ class Overlap:
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: without a loop, and in a loop
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Seconds without a loop. The communication is a collective, or copies if `by` is "put" or "get". It slows down the ops with which
-        it overlaps."""
+        """Seconds without a loop. The communication is a collective, or copies if `by` is "put" or "get". The communication slows down the
+        ops with which it overlaps."""
         if by:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1
@@ -110,11 +110,10 @@ class Overlap:
     def in_chunks(
         self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, matmul_slowdown: float, added: float
     ) -> float:
-        """Seconds in a loop of `chunks` chunks. `own` of them need no transfer.
+        """Seconds in a loop of `chunks` chunks. The number of chunks without a transfer is `own`.
 
-        Each of the others takes `transfer` seconds, times `slower` while matmuls run. Matmuls that overlap with transfers take
-        `matmul_slowdown` times as long.
-        `added` is the number of seconds of the kernel that sums the received blocks.
+        Each other chunk takes `transfer` seconds, times `slower` while matmuls run. Matmuls that overlap with transfers take
+        `matmul_slowdown` times as long. `added` is the time of the kernel that sums the received blocks, in seconds.
         """
         others = chunks - own
         own_chunk, other_chunk = (

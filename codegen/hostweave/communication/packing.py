@@ -112,7 +112,7 @@ def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterato
 
 
 def per_step(b: Builder, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
-    """Allocates contiguous memory. In a loop each iteration has its own."""
+    """Allocates contiguous memory. In a loop, each iteration has separate memory."""
     if steps is None:
         return b.allocate_here(wanted, type)
     ring = b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))

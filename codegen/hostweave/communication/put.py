@@ -1,9 +1,11 @@
-"""Schedule put: a rank puts blocks to peers, or gets theirs, synchronised by signals. The copy engines move the data.
+"""Schedule put: a rank puts its blocks to peers, or gets the blocks of peers. Signals synchronise the ranks. The copy engines move the
+data.
 
 All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. A CUDA graph may execute its branches as
-one queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. In a graph, the next
-signal may be sent only after the previous one was waited for. So a rank waits for a peer's chunk before it puts its next chunk. If ranks
-get, the owner of a shard signals that it is ready, and each reader signals after reading it.
+one queue, in any order that its edges allow. The first signal of a call means that the memory for arriving chunks is free. In a graph, a
+rank may send the next signal only after the receiver has waited for the previous one. Therefore a rank waits for the chunk of a peer before
+it puts its own next chunk. If ranks get, the owner of a shard signals that the shard is ready. Each reader signals after it has read the
+shard.
 """
 
 from contextlib import AbstractContextManager

@@ -147,8 +147,8 @@ class _RingGatherByPuts(_Ring, put.PutGather):
         return (self.rank - 1) % self.size
 
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
-        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, this is a chunk of the shard that
-        it holds."""
+        """Puts the chunk that this rank received for the previous shard of the loop. For the first shard, puts a chunk of this rank's own
+        shard."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(one, before)
 

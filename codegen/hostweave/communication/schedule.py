@@ -25,7 +25,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-# A gather begins with the rank's own shard, which is available immediately. A reduce-scatter ends with it, because it is not sent.
+# A gather begins with the rank's own shard, which is available immediately. A reduce-scatter ends with the own shard, which is not sent.
 LOCAL_FIRST, LOCAL_LAST = ROTATIONS
 
 

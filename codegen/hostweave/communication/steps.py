@@ -66,8 +66,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of the target mesh of a transfer already holds its shard. The transfer is then a view of the rank's local
-        tensor, or of a part of it along unsharded dims."""
+        """True if each rank of a transfer's target mesh already holds its shard. The transfer is then a view of the rank's local tensor, or
+        of a part of this tensor along unsharded dims."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -98,7 +98,7 @@ class LoopSteps:
     communication.
 
     By shard, an iteration covers block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it covers the same slice of
-    every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first begins at row `start`.
+    every rank's shard. In a loop over a part of each shard, a chunk has `rows` rows, and the first chunk begins at row `start`.
     """
 
     mesh: Mesh

@@ -56,7 +56,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. They come last, because a reader may first need other data from this rank."""
+        """Emits the waits of senders for their readers. They are emitted as late as possible, because a reader may first need other data
+        from this rank."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -214,7 +215,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All sends of this rank. If every block travels `distance` ranks, this is a single send."""
+    """All sends of this rank. If the peer of every block is `distance` ranks away, this is a single send."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

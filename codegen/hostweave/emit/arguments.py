@@ -28,7 +28,7 @@ class SizeBinding:
         self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and the C++ name
         self.divisor = 1 if is_multiple else multiple
         of_it = (part for part in parts_of(program) if part.size.name == binding.name)
-        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from it
+        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from this size
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the user's source lines of the first instruction in a body that does work. A kernel has the lines of all its
-        ops."""
+        """Comments with the user's source lines of one instruction: the first one of the body that does work. For a kernel, the comments
+        have the lines of all its ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -204,8 +204,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source, and an argument of one call is an
-        expression."""
+        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source. A view in `arguments` is an
+        expression without a pointer of its own."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
@@ -491,7 +491,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 
 def _arguments(program: ir.HostProgram) -> set[str]:
-    """Buffers that one call of a function uses, and no other instruction."""
+    """Buffers that are used only once, by a call of a function."""
     used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
     calls = (i for i in tree.walk(program.body) if tree.names(i, "call"))
     return {name for i in calls for name in tree.names(i, "read", "write") if used[name] == 1}

@@ -25,7 +25,7 @@ class KernelFacts:
     """Facts of one kernel. A value is represented by its C++: a literal, an element in memory, or a local variable."""
 
     printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes that the kernel's C++ uses other than as loop bounds
+    own_sizes: tuple[Size, ...] = ()  # sizes that the kernel's C++ uses, except sizes that are only loop bounds
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
@@ -123,7 +123,7 @@ class KernelFacts:
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def lane_size(self, name: str) -> Size:
-        """Size of the dim of a value that no loop of the kernel iterates over."""
+        """Size of a value's lane: the dim that no loop of the kernel iterates over."""
         return self.types[name].shape[self.walked.lanes[name]]
 
     def size_of_lane(self, name: str) -> str:
@@ -136,7 +136,7 @@ class KernelFacts:
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, place: str, name: str) -> str:
-        """C++ for the offset of index `place` along the dim of an input that no loop iterates over."""
+        """C++ for the offset of index `place` along an input's lane, the dim that no loop iterates over."""
         stride = self.ir.lanes[name].stride
         return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 

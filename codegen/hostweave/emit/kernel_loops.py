@@ -24,7 +24,7 @@ class Templates:
     grid: str  # grid of the launch
     inner: str = ""  # head of the innermost reduction loop, whose iterations are divided among threads
     reduce: str = ""  # call that reduces the accumulators of all threads
-    reduce_last: str = ""  # cheaper call for use if only the threads that store need the result
+    reduce_last: str = ""  # cheaper call, used if only the threads that store need the result
     leader_if: str = ""  # condition that is true on the threads that store the result
     bounds: str = ""  # maximum number of threads per block
     closing: str = ""  # text after the body of the innermost loop
@@ -210,8 +210,8 @@ class LoopPrinter:
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
-        """Makes offsets inside the `with` block relative to an operand of a concat or pad. Yields conditions: the index is in the operand's
-        range."""
+        """Makes offsets inside the `with` block relative to an operand of a concat or pad. Yields the conditions under which the index is
+        in the operand's range."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)

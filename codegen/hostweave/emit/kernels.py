@@ -86,7 +86,7 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> EmittedKernel:
-        """Emits one call per lane (1-D slice along an axis), executed by one thread or by all threads of a block."""
+        """Emits one call per lane (1-D slice along an axis). The distribution determines which threads execute a call."""
         op = self.ops[-1]
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")

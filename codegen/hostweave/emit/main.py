@@ -60,7 +60,7 @@ class TensorsInTurn:
     def __init__(self, view: ProgramSources, arrays: Sequence[Structs], tensors: Mapping[str, SampleTensor]):
         fields = CppNames()
         sides: dict[str, list[SampleTensor]] = {"in": [], "out": []}
-        self.members_of: dict[str, list[SampleTensor]] = {}  # fields of an array's struct, by side ("in" or "out") and name of the array
+        self.members_of: dict[str, list[SampleTensor]] = {}  # side ("in" or "out") and name of an array -> fields of its struct
         for each in arrays:
             labelled = [(tensors[name], each.label(name, INDEX)) for name in each.groups]
             own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]

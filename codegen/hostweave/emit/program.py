@@ -59,7 +59,8 @@ class EmittedFunction:
 
 @dataclass(frozen=True)
 class Text:
-    """C++ source of a user kernel, and its position in the user's file. Includes are kept apart, because they precede the namespace."""
+    """C++ source of a user kernel, and its position in the user's file. Includes are in a separate field, because they precede the
+    namespace."""
 
     includes: tuple[str, ...]
     lines: tuple[str, ...]

@@ -27,7 +27,7 @@ class Section:
         self.kernel, self.outer, self.around, self.is_wide = kernel, outer or around, around, width > 1
         self.texts: dict[str, str] = {}  # value -> its C++
         self.loads: dict[str, str] = {}  # input -> local variable with its vector
-        self.own = ""  # value whose row in registers this section computes
+        self.own = ""  # value of which this section computes a row, to be kept in registers
         # Statements in the order of emission: vector loads, statements per element, additions, vector stores.
         self.begin: list[str] = []
         self.lines: list[str] = []
@@ -110,7 +110,8 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update at the indices that the op's operands contain, if this rank has that row."""
+        """Stores an element of an update at the indices that the op's operands contain. The store is skipped if this rank does not have
+        that row."""
         _, update, *places = op.tensors
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -131,8 +132,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: a local variable, or the expression itself if it is used only once, and is short or assigned
-        to a variable."""
+        """C++ of a value in its compute type: a local variable or an expression. The expression is returned if it is used only once, and is
+        short or assigned to a variable."""
         if self.outer and name in self.kernel.ir.outside:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -342,7 +343,7 @@ class Section:
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")
 
     def number_in_order(self, op: Op) -> str:
-        """Declares a local variable with the index along the axis. In the second half of a zigzag order the index runs backwards."""
+        """Declares a local variable with the index along the axis. In the second half of a zigzag order the index decreases."""
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.lane_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"

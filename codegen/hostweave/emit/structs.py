@@ -76,7 +76,8 @@ class Passed:
 
 
 def passed_to(program: ir.HostProgram, function: str, all_structs: tuple[Structs, ...]) -> tuple[Passed, ...]:
-    """Finds structs that a function can take instead of single tensors: every call must pass these tensors from one element of an array."""
+    """Finds structs that can be parameters of a function in place of single tensors. Every call must pass these tensors from one element of
+    an array."""
     of_group = {name: structs for structs in all_structs for name in structs.groups}
     selects = {i.out: (i.src, i.offset) for i in tree.walk(program.body) if isinstance(i, ir.View) and i.src in of_group}
     calls = [i for i in tree.walk(program.body) if tree.names(i, "call") == (function,)]

@@ -30,13 +30,13 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-SMALL = 32  # elements; one thread computes a contiguous reduction of fewer elements
+SMALL = 32  # elements; one thread computes a reduction whose innermost dim has fewer elements
 TILE = 32  # columns in the tile of a block: hw::kTile
 TILE_THREADS, MAX_THREADS = 512, 1024  # threads in the block of a tile
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
-    """Chooses whether threads, blocks or clusters share the work, and how much of it each computes."""
+    """Chooses the distribution of the iterations, and the number of threads of a tile."""
     chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=(MAX_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)

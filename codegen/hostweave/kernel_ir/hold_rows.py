@@ -1,5 +1,5 @@
 """Splits rows evenly over threads. The threads hold a row in registers if several walks use it, or if a later walk would have to wait for
-the row.
+the load of the row.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -11,10 +11,10 @@ becomes
     distribute: a block shares a row, 512 threads
     hold %x, %weight
 
-The C++ compiler must leave registers for several blocks per multiprocessor, if threads hold computed values or blocks are large. While
-one block waits for a reduction, others load.
+If threads hold computed values, or blocks are large, the C++ compiler must leave registers for several blocks per multiprocessor. While one
+block waits for a reduction, other blocks load rows.
 
-If the kernel all-reduces, latency bounds it, so each thread makes one access. The blocks of a cluster then share a long row.
+A kernel that all-reduces is bound by latency, so each thread makes one access. The blocks of a cluster then share a long row.
 
 A value that several walks use is computed once and held, if it is expensive or rounded. Later walks then need not hold the rows from which
 it is computed. A kernel that holds computed values has only as many blocks as run at once. Each block then loads a row that all iterations
@@ -37,12 +37,12 @@ ROW_THREADS = 512  # largest number of threads that share a row of known length
 MANY_THREADS = 1024  # the same limit if threads hold computed values, which need more registers than 16-bit inputs
 LANES = (1, 2, 4, 8, 16, 32)  # numbers of threads that can share a short row; a warp then has several rows
 LINE = 8  # threads that together read 128 bytes: the preferred minimum
-BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # blocks of a cluster that shares a row of an all-reduce, and their largest number of threads
+BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in an all-reduce: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # numbers of accesses per thread, in order of preference; the first that divides the row is used
 HELD = 20  # largest number of accesses whose elements a thread holds: 80 registers
-RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if threads hold at most so many accesses:
-FEW_HELD, FEW_INPUTS = 16, 12  # if computed values are among them; if only inputs are, for one result
-LARGE = 256  # threads; one such block fits less if the C++ compiler uses a few registers more
+RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers, if each thread holds few accesses
+FEW_HELD, FEW_INPUTS = 16, 12  # largest number of these accesses: with computed values; with inputs alone and one result
+LARGE = 256  # threads of a large block: with a few more registers per thread, one block fewer fits
 HELD_ROWS = 5  # largest number of held rows of unknown length, each with hw::kRowAccesses accesses
 LATE_BYTES = 16 << 10  # largest number of bytes of rows that a block prefetches into registers
 EXPENSIVE = 16  # a value with at least this cost per element, in additions, is held
@@ -113,7 +113,7 @@ def _operands(op: Op) -> tuple[str, ...]:
 
 
 def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
-    """The loops with each row split over threads, which hold the rows of `held`. Rows of unknown length are held if they may fit into
+    """The loops with each row split over threads. The threads hold the rows of `held`. Rows of unknown length are held if they may fit into
     registers."""
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0

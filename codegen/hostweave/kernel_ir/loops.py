@@ -98,9 +98,9 @@ class Loops:
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs and values that are computed outside of the innermost loop
     prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
-    held: tuple[str, ...] = ()  # inputs and values of which threads hold rows in registers
-    once: tuple[str, ...] = ()  # held inputs of which all iterations read the same row, which a block loads once
-    index: str = "int64_t"  # C++ type of linear element indices; `Index` is 32 bits if the elements fit
+    held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
+    once: tuple[str, ...] = ()  # held inputs whose row is the same in all iterations; a block loads this row once
+    index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if the indices fit
 
     # --- facts of the ops ---
 
@@ -122,7 +122,7 @@ class Loops:
 
     @property
     def sums_terms(self) -> bool:
-        """True if the kernel adds or gathers what other ranks send."""
+        """True if the kernel adds or gathers data that other ranks send."""
         return self.kernel.exchanges is not None
 
     @property
@@ -191,8 +191,8 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the dim that all threads of a block process together, or None. If the op processes whole rows, this is the row length of
-        the result or of the operand."""
+        """Size of the innermost reduced dim, or None if no dim is reduced. For an op on lanes, this is the size of a lane of the result or
+        of the operand."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size

@@ -6,7 +6,8 @@ gets
 
     number elements by Index
 
-which is 32 or 64 bits at run time. The type matters only if a kernel decomposes the linear index into the indices of dims.
+`Index` has 32 or 64 bits, which is decided at run time. The type matters only if a kernel decomposes the linear index into the indices of
+dims.
 """
 
 from dataclasses import replace

@@ -20,7 +20,7 @@ def ordered_inputs(
 ) -> tuple[Array, ...]:
     """Returns the inputs of a call in the order of the parameters, from positional and named arguments. Bound inputs are not included.
 
-    Raises ArgumentError with the names of program and argument if one is missing, unknown, bound or given twice.
+    Raises ArgumentError if an argument is missing, unknown, bound or given twice. The message names the program and the argument.
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
@@ -167,7 +167,7 @@ def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, ra
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
-    """Checks dims with constant sizes. Each must have the global size or the local size of some rank."""
+    """Checks dims with constant sizes. Each dim must have the global size or the local size of some rank."""
     mesh = type_.mesh_in(mesh)
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:

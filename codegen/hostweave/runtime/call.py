@@ -95,8 +95,9 @@ class GlobalCall:
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
     """Creates a call with these global arrays, given by position or name, and with the bound arrays.
 
-    Raises ArgumentError with the names of program and argument if an array is missing or unknown. Also raises it if the dtype, number of
-    dims, device or size does not fit the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide the sizes.
+    Raises ArgumentError if an array is missing or unknown. The message names the program and the argument. Also raises ArgumentError if the
+    dtype, number of dims, device or size of an array does not fit the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops
+    do not divide the sizes.
     """
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)

@@ -160,7 +160,7 @@ class Arguments:
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
-        """True if a rank, by default this one, has a block of an input or output."""
+        """True if a rank has a block of an input or output. The default is this rank."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[ArrayLibrary, Array] | None:
@@ -209,7 +209,7 @@ class Arguments:
     def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
         """Raises ArgumentError if an output array or a donated input overlaps another argument.
 
-        A program may write such an array before it has read the others.
+        A program may write such an array before it has read the other arguments.
         """
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return

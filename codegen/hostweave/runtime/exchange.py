@@ -16,8 +16,8 @@ from typing import NamedTuple
 from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 from hostweave.types.tensor import Shape
 
-_POLL_SECONDS = 0.25  # seconds between checks whether another rank has failed
-_LEFT_PREFIX = "-1 left"  # marks a record of a rank that has left; the number of its calls follows
+_POLL_SECONDS = 0.25  # seconds between two checks for a failure of another rank
+_LEFT_PREFIX = "-1 left"  # begins the record of a rank that has left; the number of calls of this rank follows
 
 
 class PeerLost(Exception):
@@ -52,7 +52,7 @@ class Exchange:
         """Reports to the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
-        """Reports to the other ranks that this rank leaves after `calls` calls, so that they do not wait for it."""
+        """Reports to the other ranks that this rank leaves after `calls` calls, so that these ranks do not wait for it."""
 
     def left(self) -> dict[int, int]:
         """Ranks that have left, each with the number of its calls."""
@@ -298,7 +298,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The program that a rank is about to prepare or call. `error` is the reason if the rank cannot."""
+    """The program that a rank is about to prepare or call. If the rank cannot do so, `error` is the reason."""
 
     program: str
     mesh: str

@@ -21,7 +21,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
 RANKED = 3  # alternatives to run per choice, in addition to the sequential one
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # rounds; in each round, warm-up calls and timed calls of every alternative
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # number of rounds; in a round, number of warm-up calls and of timed calls of every alternative
 
 
 class Searched(Protocol):

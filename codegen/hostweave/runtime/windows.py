@@ -97,7 +97,7 @@ class Windows:
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def position_of(self, address: int) -> WindowPosition | None:
-        """Position of an address in window memory, or None if the address is elsewhere."""
+        """Position of an address in window memory, or None if the address is not in window memory."""
         if (at := bisect_right(self._addresses, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._addresses[at], self._known[at]
@@ -130,7 +130,7 @@ class Windows:
 
 
 def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPosition, ...]:
-    """Positions of the arguments that a program declares to be in windows. Raises ArgumentError if one is elsewhere."""
+    """Positions of the arguments that a program declares to be in windows. Raises ArgumentError if such an argument is not in a window."""
     places, remedy = [], "pass an array of group.empty"
     addresses = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):

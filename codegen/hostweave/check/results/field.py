@@ -20,7 +20,7 @@ _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of an element
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
-_FEW_TERMS = 16  # up to this number of terms, and for small products, NumPy's loops are faster than BLAS
+_FEW_TERMS = 16  # up to this number of terms, NumPy's loops are faster than BLAS; also for small products
 _SMALL = 2**14  # number of multiplications
 _LONG = 64  # from this length of a contiguous dim on, the loops of einsum are faster than those of matmul
 _MANY = 1000
@@ -78,7 +78,7 @@ def sum_of(x: Elements, y: Elements) -> Elements:
 
 
 def _below_prime(total: Elements) -> Elements:
-    """Subtracts the prime from those numbers that are not below it."""
+    """Subtracts the prime from each number that is not below the prime."""
     if total.size <= _MANY:
         smaller: Elements = np.minimum(total, total - P)  # a number below 0 wraps around
         return smaller

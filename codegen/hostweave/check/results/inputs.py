@@ -39,7 +39,7 @@ BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks: all check
 
 @lru_cache(MAX_BLOCKS)
 def _block(number: int) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-    """A block of shadows, and one of independent elements."""
+    """A block of shadows, and a block of elements that are independent of the shadows."""
     random = np.random.default_rng((39, number))
     return random.standard_normal(BLOCK), random.integers(1, PRIME, BLOCK, np.uint64)
 
