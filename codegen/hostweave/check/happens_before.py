@@ -1,7 +1,8 @@
 """Happens-before: simulates the operations of all ranks in one legal order, and computes for each the earlier operations that are known to
 have ended.
 
-A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when the other side has started.
+A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only when its senders have started. On a
+rendezvous transport, its receivers must have started, too.
 
 Two orders are used. The first finds races. It consists of vector clocks (Fidge 1988, Mattern 1989): a task's clock lists the earlier tasks
 that streams, events and arriving data prove to have ended. The second order finds deadlocks. It also contains the order in which a rank

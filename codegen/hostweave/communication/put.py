@@ -60,9 +60,9 @@ class GatheredMemory:
 class PutGather(_Loop):
     """All-gather. A rank uses its own shard in place, and the shards of peers arrive one after another.
 
-    If the shards are in windows, because the program computed them, peers get them from there. If a shard of any gathered value is not in a
-    window, the shards of all values are put to the peers. If peers get the shards, one signal covers all values. If shards are put, each
-    put has a separate signal.
+    If the shards of all gathered values are in windows, because the program computed them, peers get the chunks from these windows.
+    Otherwise each rank puts the shards of all values to the peers. If peers get the shards, one signal covers all values. If shards are
+    put, each put has a separate signal.
     """
 
     def begin(self) -> None:

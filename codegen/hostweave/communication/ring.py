@@ -114,7 +114,7 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """The same ring with puts. The previous rank puts into this rank's sums, after a signal that they may be overwritten."""
+    """The same ring with puts. This rank signals that its sums may be overwritten. The previous rank then puts chunks into these sums."""
 
     needs_count = True
 

@@ -204,8 +204,8 @@ class Emitter:
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source. A view in `arguments` is an
-        expression without a pointer of its own."""
+        """Declares a pointer at the view's offset. A view at offset 0 reuses the pointer of its source. For a view in `arguments`, the
+        operand is an expression and no pointer is declared."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:

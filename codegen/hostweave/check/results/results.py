@@ -59,8 +59,8 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. Small programs have several: a comparison with a wrong bound shows only for numbers between the wrong and the right
-    bound. If integers are compared, such numbers are rare."""
+    """Number of seeds. Small programs have several seeds. A comparison with a wrong bound shows only for numbers between the wrong and the
+    right bound. Programs with integers have the most seeds, because such numbers are rare among integers."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -261,9 +261,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """The program at all sizes whose results are compared, and a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if blocks are packed: with
-    as many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger sizes. The
-    variant runs the branches of such sizes at small sizes.
+    Sizes that do not divide evenly come first. Other sizes follow if they run additional lines. They also follow if the program packs
+    blocks. With as many blocks as rows, a swap of pack and unpack would not show. A fusion with many elements is not compared at larger
+    sizes. The variant runs the branches of such sizes at small sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
