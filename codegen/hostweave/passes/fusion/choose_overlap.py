@@ -241,7 +241,7 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """True for a move of whole local tensors between disjoint meshes. Each rank sends its whole local tensor, and each receiver receives
+        """True for a move of whole local tensors between disjoint meshes. Each rank sends its whole local tensor, and each receiver gets
         its whole local tensor from one rank."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]

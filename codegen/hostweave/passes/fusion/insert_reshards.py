@@ -38,7 +38,8 @@ def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Makes each op's sharding follow from its operands. Afterwards only reshards change a layout.
 
     The transport may not support reductions in the dtype of a partial result. The operands are then cast to a dtype that the transport
-    can reduce, and the sum is cast back. The option partial_dtype=f32 does the same for 16-bit floats. Matmuls then write f32 without casts.
+    can reduce, and the sum is cast back. The option partial_dtype=f32 does the same for 16-bit floats. Matmuls then write f32 without
+    casts.
     """
     return _Insertion(fusion, options).rewritten()
 

@@ -94,7 +94,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Makes the caller's stream wait for all asynchronous work. This includes work of the communication stream after its last event, and
+        """Makes the caller's stream wait for all asynchronous work. Includes work of the communication stream after its last event, and
         copies on a separate stream."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
